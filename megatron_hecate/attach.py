@@ -57,6 +57,29 @@ class Model:
                     chunk_of.append(index)
         return cls(chunks, layers, chunk_of)
 
+    def find_conflicts(self, lifetime: str) -> list[str]:
+        """List conflicts of the model, as it is now, with replicas of ``lifetime``.
+
+        Wrappers and adapters may be added, and parameters frozen, after the hook.
+        """
+        problems = unsupported.find(wrappers.of_model(self.chunks), slots=0)
+        return problems + self.find_missing_backwards(lifetime)
+
+    def find_missing_backwards(self, lifetime: str) -> list[str]:
+        """Return a line if layers that are recomputed may have no backward to free replicas."""
+        recomputes = any(layer.config.recompute_granularity for layer in self.layers)
+        if lifetime != "microbatch" or not recomputes:
+            return []
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        frozen = sum(not p.requires_grad for p in parameters)
+        if not frozen:
+            return []
+        return [
+            f"lifetime='microbatch' with recomputation and {frozen} of {len(parameters)} "
+            "parameters frozen: a layer behind frozen ones may have no backward, and would keep "
+            "its replicas; use --moe-fssdp-lifetime iteration or layer"
+        ]
+
 
 def attach(
     model: Model,
@@ -107,8 +130,9 @@ def attach(
             for converter in converters.values():
                 restore_homes_before(converter, prefetcher.rehoming, undo)
             restore_homes_before_libraries()
+        lifetime = states[0].config.lifetime
+        prefetcher.find_conflicts = functools.partial(model.find_conflicts, lifetime)
         for index, chunk in enumerate(model.chunks):
-            _refuse_owners_at_first_forward(chunk, undo)
             begin = functools.partial(prefetcher.begin_chunk, index)
             undo.callback(chunk.register_forward_pre_hook(begin).remove)
             # also called after an exception in the forward
@@ -179,20 +203,6 @@ def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) 
     else:
         hook = block.self_attention.register_forward_pre_hook(layer.attention_hook)
         undo.callback(hook.remove)
-
-
-def _refuse_owners_at_first_forward(chunk: Module, undo: contextlib.ExitStack) -> None:
-    """Check for conflicting wrappers and adapters again: both may be added after the hook."""
-
-    def check(chunk: Module, _: Any) -> None:
-        if problems := unsupported.find(wrappers.of_model([chunk]), slots=0):
-            raise ValueError(
-                "FSSDP cannot run:\n" + "\n".join(f"  - {problem}" for problem in problems)
-            )
-        handle.remove()
-
-    handle = chunk.register_forward_pre_hook(check)
-    undo.callback(handle.remove)
 
 
 def _blocks_by_layer(chunks: Chunks) -> dict[int, Module]:

@@ -155,6 +155,7 @@ def _note(
         # speeds by value: ranks may read the file under different paths
         settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},
         layers=[training_state.name_of_layer(layer) for layer in model.layers],
+        shapes=[part.experts.shapes for part in parts],
         problems=problems,
         summary=summary,
         memory=memory,
@@ -209,6 +210,7 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
         if not problems:
             problems += _find_unsupported(model, config)
             problems += foreign_code.find_foreign_layers(model.chunks)
+            problems += _find_shared_experts(model)
         if not problems:
             problems += compile_all(plans=bool(config.slots or config.rehome))
     if problems:
@@ -232,10 +234,24 @@ def _find_unsupported(model: Model, config: HecateConfig) -> list[str]:
     """List unsupported settings, once each, over the configurations of all layers."""
     around = (wrappers.of_model(model.chunks), wrappers.of_job(), config.as_arguments())
     configs = {id(layer.config): layer.config for layer in model.layers}
-    problems: list[str] = []
+    problems = model.find_missing_backwards(config.lifetime) if config.slots else []
     for layer_config in configs.values():
         problems += unsupported.find(layer_config, *around, slots=config.slots)
     return list(dict.fromkeys(problems))
+
+
+def _find_shared_experts(model: Model) -> list[str]:
+    """List layers that share one module of experts: its replicas belong to one layer's routes."""
+    layers_with: dict[int, list[str]] = {}
+    for layer in model.layers:
+        name = training_state.name_of_layer(layer)
+        layers_with.setdefault(id(layer.experts), []).append(name)
+    return [
+        f"{', '.join(names)} share one module of experts; give each layer a module of its own (it "
+        "may have the same parameters), or leave --moe-fssdp off"
+        for names in layers_with.values()
+        if len(names) > 1
+    ]
 
 
 def _summary(parts: list[LayerParts], config: HecateConfig) -> str:

@@ -29,6 +29,8 @@ class Note:
     Args:
         settings: values that must be equal on all ranks, by name.
         layers: names of the rank's MoE layers; may be empty on a pipeline stage, not on all ranks.
+        shapes: shapes of an expert's parameters in each layer, which must be equal on all ranks;
+            empty with problems.
         problems: reasons why this rank cannot switch FSSDP on.
         summary: the layers' part of the line "FSSDP on".
         memory: fields of `RankMemory`, needed and free bytes; empty without MoE layers.
@@ -38,6 +40,7 @@ class Note:
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     layers: list[str] = dataclasses.field(default_factory=list)
+    shapes: list[str] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
     summary: str = ""
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -97,8 +100,27 @@ def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
         else:
             subject = f"rank {ranks[0]} has"
         yield f"{subject} {name}={value}, rank 0 has {name}={notes[0].settings[name]!r}"
+    yield from _find_unequal_experts(notes)
     if not any(note.layers for note in notes):
         yield "the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"
+
+
+def _find_unequal_experts(notes: Sequence[Note]) -> Iterable[str]:
+    """Yield a line for each layer whose experts differ in size between ranks."""
+    ranks_with: dict[str, dict[str, list[int]]] = {}
+    for rank, note in enumerate(notes):
+        # no shapes with problems
+        for layer, shapes in zip(note.layers, note.shapes, strict=False):
+            ranks_with.setdefault(layer, {}).setdefault(shapes, []).append(rank)
+    for layer, by_shapes in ranks_with.items():
+        if len(by_shapes) > 1:
+            listed = " and ".join(
+                f"{shapes} on ranks {format_ranks(ranks)}" for shapes, ranks in by_shapes.items()
+            )
+            yield (
+                f"{layer}: experts have parameters of {listed}; replicas need experts of one "
+                "size: make them equal, or leave --moe-fssdp off"
+            )
 
 
 def shorten(texts: Iterable[str]) -> list[str]:

@@ -16,21 +16,28 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP
 from torch import Tensor
-from torch.nn import Module, ModuleList, Parameter
+from torch.nn import Module, Parameter
 
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.gradient_buckets import ReductionPoint
-from megatron_hecate.megatron.grouped_linear import GroupedExperts, copy_module
+from megatron_hecate.megatron.grouped_linear import GroupedExperts
 from megatron_hecate.megatron.home_parameters import HomeParameters
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
+from megatron_hecate.megatron.sequential_experts import (
+    check_settings,
+    explain_difference,
+    format_shapes,
+    list_parameters,
+    make_twin,
+)
 from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import LayerShape
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.replicas.slots import Delayed
-from megatron_hecate.settings.unsupported import GROUPED_ONLY
+from megatron_hecate.settings.expert_parts import ExpertParts
 
 
 class PhysicalExperts:
@@ -55,14 +62,15 @@ class PhysicalExperts:
             linears = self.grouped.linears
             self.twin = self.grouped.twin
         elif isinstance(experts, SequentialMLP):
-            _check_sequential(experts)
-            self._names, linears = _sequential_names(experts)
-            self.twin = _sequential_twin(experts, num_physical)
+            check_settings(experts)
+            self._names, linears = list_parameters(experts)
+            self.twin = make_twin(experts, num_physical)
         else:
             raise TypeError(
                 f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and "
                 "TEGroupedMLP (--moe-grouped-gemm with TransformerEngine)"
             )
+        self.inside = ExpertParts(experts)
         # set by the layer
         self.running: ForwardPass | None = None
         self.reduction_point = ReductionPoint(
@@ -91,10 +99,15 @@ class PhysicalExperts:
             "weight" in name and _fuses_wgrad(linear)
             for name, linear in zip(self._names, linears, strict=True)
         ]
+        self.shapes = format_shapes(self.home(0))
+        for index, home in enumerate(self.homes()):
+            if (other := format_shapes(home)) != self.shapes:
+                raise ValueError(explain_difference(index, f"parameters of {other}", self.shapes))
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.home(0)),
             fused=tuple(fused),
             uniform=self._has_operators,
+            is_grouped=self.grouped is not None,
         )
 
     def _needs_all(self, experts: Module) -> bool:
@@ -136,9 +149,9 @@ class PhysicalExperts:
         return self._homes.first.dtype
 
     @property
-    def first_owner(self) -> tuple[Module, str]:
-        """Submodule and attribute of the first parameter."""
-        return self._homes.first_owner
+    def first(self) -> Parameter:
+        """First parameter of the first expert."""
+        return self._homes.first
 
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
@@ -301,6 +314,7 @@ class FSSDPExperts:
         if physical.twin.training != self.training:
             physical.twin.train(self.training)
         replicas = running.replicas
+        physical.inside.check(replicas.label)
         hidden_states, weights = replicas.join(hidden_states, running.joined_homes)
         running.joined_homes = None
         if physical.computes_with is not replicas.plan:
@@ -346,43 +360,6 @@ class FSSDPExperts:
         self.physical.unsettled = None
         if pending is not None and pending.settle():
             self.physical.grouped.run_gradient_hooks()
-
-
-def _check_sequential(experts: SequentialMLP) -> None:
-    """Raise ValueError for a setting that needs grouped GEMMs."""
-    for setting in GROUPED_ONLY:
-        if value := getattr(experts.config, setting, None):
-            raise ValueError(
-                f"SequentialMLP with {setting}={value!r} has no replicas: its experts are modules "
-                "of their own; set model.moe_grouped_gemm=true or --moe-grouped-gemm"
-            )
-
-
-def _sequential_names(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
-    """List the parameters of one expert, with {} for its number, and the module that owns each."""
-    names: list[str] = []
-    linears: list[Module] = []
-    for name, _ in experts.local_experts[0].named_parameters():
-        names.append("local_experts.{}." + name)
-        linears.append(experts.local_experts[0].get_submodule(name.rpartition(".")[0]))
-    return names, linears
-
-
-def _sequential_twin(experts: SequentialMLP, num_physical: int) -> SequentialMLP:
-    twin = copy_module(experts, with_parameters=True)
-    of_homes = [
-        copy_module(expert, with_parameters=False, with_hooks=True)
-        for expert in experts.local_experts
-    ]
-    of_replicas = [
-        copy_module(experts.local_experts[0], with_parameters=False)
-        for _ in range(num_physical - experts.num_local_experts)
-    ]
-    twin.num_local_experts = num_physical
-    twin.local_experts = ModuleList([*of_homes, *of_replicas])
-    # all experts also where `local_experts` leaves out empty slots
-    twin.every_expert = twin.local_experts
-    return twin
 
 
 def _fuses_wgrad(linear: Module) -> bool:

@@ -266,21 +266,18 @@ def _new_store(linear: Module) -> Any:
     return type(linear.wgrad_store)(linear.wgrad_store.delay_wgrad_compute())
 
 
-def copy_module(module: Module, *, with_parameters: bool, with_hooks: bool = False) -> Module:
-    """Make a shallow copy that can get submodules of its own.
+def copy_module(module: Module, *, with_parameters: bool) -> Module:
+    """Make a shallow copy without hooks that can get submodules of its own.
 
     Args:
         module: module to copy.
         with_parameters: whether the copy shares parameters and submodules; else submodules are
             copied too, and every parameter is missing, to be set in each call.
-        with_hooks: whether the copy shares the hooks of ``module``, now and later; else it has no
-            hooks, so that a user's hook fires once per forward.
     """
     twin = copy.copy(module)
-    if not with_hooks:
-        for name, value in vars(module).items():
-            if "_hooks" in name and isinstance(value, dict | list):
-                twin.__dict__[name] = type(value)()
+    for name, value in vars(module).items():
+        if "_hooks" in name and isinstance(value, dict | list):
+            twin.__dict__[name] = type(value)()
     if with_parameters:
         twin._parameters = dict(module._parameters)
         twin._modules = dict(module._modules)
@@ -289,6 +286,6 @@ def copy_module(module: Module, *, with_parameters: bool, with_hooks: bool = Fal
     twin._modules = {}
     for name, child in module._modules.items():
         if child is not None:
-            child = copy_module(child, with_parameters=False, with_hooks=with_hooks)
+            child = copy_module(child, with_parameters=False)
         twin._modules[name] = child
     return twin

@@ -26,8 +26,6 @@ class HomeParameters:
         for expert in range(num_homes):
             paths = [name.format(expert).rpartition(".") for name in names]
             self._owners.append([(experts.get_submodule(path), leaf) for path, _, leaf in paths])
-        # Submodule and attribute of the first parameter of the first expert.
-        self.first_owner = self._owners[0][0]
         self._columns = [self._column(part) for part in range(len(names))]
 
     def _column(self, part: int) -> Callable[[], Sequence[Parameter]]:
@@ -42,15 +40,31 @@ class HomeParameters:
 
     def all(self) -> list[list[Parameter]]:
         """Look up all parameters, expert by expert."""
-        columns = [column() for column in self._columns]
+        try:
+            columns = [column() for column in self._columns]
+        except KeyError as error:
+            raise _missing(error) from error
         return [list(expert) for expert in zip(*columns, strict=True)]
 
     def one(self, index: int) -> list[Parameter]:
         """Look up the parameters of the expert at ``index``."""
-        return [owner._parameters[leaf] for owner, leaf in self._owners[index]]
+        try:
+            return [owner._parameters[leaf] for owner, leaf in self._owners[index]]
+        except KeyError as error:
+            raise _missing(error) from error
 
     @property
     def first(self) -> Parameter:
         """The first parameter of the first expert."""
-        owner, leaf = self.first_owner
-        return owner._parameters[leaf]
+        owner, leaf = self._owners[0][0]
+        try:
+            return owner._parameters[leaf]
+        except KeyError as error:
+            raise _missing(error) from error
+
+
+def _missing(error: KeyError) -> RuntimeError:
+    return RuntimeError(
+        f"an expert has no parameter {error} any more: it was parametrized, pruned or wrapped "
+        "after FSSDP was switched on; leave --moe-fssdp off"
+    )

@@ -23,6 +23,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -71,8 +72,11 @@ class PendingGradients:
             node to `bound_weights.BoundWeights.join`.
         """
         pending = cls(homes, layout)
-        token = _join_homes(pending._complete_taken, *chain.from_iterable(homes))
-        return pending, token
+        leaves: list[Tensor] = list(chain.from_iterable(homes))
+        if not any(map(attrgetter("requires_grad"), leaves)):
+            # Where all homes are frozen, a rank still returns gradients to other ranks.
+            leaves.append(torch.empty(0, device=leaves[0].device, requires_grad=True))
+        return pending, _join_homes(pending._complete_taken, *leaves)
 
     def take(self, grads: list[Tensor | None]) -> None:
         """Store the gradients of the homes, a flat list, from the experts' backward."""
@@ -88,6 +92,7 @@ class PendingGradients:
     def delay(self) -> None:
         """Expect the gradients of the homes after the experts' backward, by `computed_later`."""
         self._delayed = True
+        self._passed = False
 
     def computed_later(self, grads: Sequence[Tensor | None]) -> None:
         """Store the delayed gradients of the homes."""
@@ -137,13 +142,14 @@ class PendingGradients:
         # Autograd carries placeholders for fused weights, in stock Megatron as well.
         if self.layout.fuses_any:
             return
+        index, trained = self._first_trained()
+        parts = len(self.layout.shapes)
         try:
-            for _, (accumulate, _) in zip(self.homes[0], node.next_functions, strict=False):
+            for accumulate, _ in node.next_functions[index * parts : (index + 1) * parts]:
                 if accumulate is not None:
                     torch._C._will_engine_execute_node(accumulate)
         except RuntimeError as error:
-            trained = (p for p in self.homes[0] if p.requires_grad)
-            if not any(hasattr(p, "main_grad") for p in trained) or self._is_hooked(0):
+            if not any(hasattr(p, "main_grad") for p in trained) or self._is_hooked(index):
                 return
             raise RuntimeError(
                 f"{label}: torch.autograd.grad of experts' weights leaves out what their replicas "
@@ -151,8 +157,15 @@ class PendingGradients:
                 "finish_grad_sync(), or leave these weights out"
             ) from error
 
+    def _first_trained(self) -> tuple[int, list[Parameter]]:
+        """Return the first home with trained parameters, and these; or home 0 and none."""
+        for index, home in enumerate(self.homes):
+            if trained := [p for p in home if p.requires_grad]:
+                return index, trained
+        return 0, []
+
     def main_grads(self, index: int) -> list[Tensor] | None:
-        if self._is_hooked(index):
+        if self._is_hooked(index) or not all(p.requires_grad for p in self.homes[index]):
             return None
         found = [getattr(p, "main_grad", None) for p in self.homes[index]]
         fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in found)
@@ -163,11 +176,21 @@ class PendingGradients:
 
         ``main_grad`` is fp32 as a rule: in a bf16 ``.grad`` the sum would lose bits.
         """
-        if all(hasattr(p, "main_grad") for p in self.homes[index]) and not self._is_hooked(index):
-            for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
-                p.main_grad += part
+        trained = (p for p in self.homes[index] if p.requires_grad)
+        if all(hasattr(p, "main_grad") for p in trained) and not self._is_hooked(index):
+            self._add_to_main_grads(index, total)
         else:
             self._sums[index] = total.clone()
+
+    def _add_to_main_grads(self, index: int, total: Tensor) -> None:
+        for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
+            if not p.requires_grad:
+                continue
+            if hasattr(p, "main_grad"):
+                p.main_grad += part
+            else:
+                # DDP does not know a parameter that was frozen when DDP wrapped the model.
+                p.grad = part.to(p.dtype, copy=True) if p.grad is None else p.grad + part
 
     def arrive(self) -> None:
         """Wait until the sums are in ``main_grad``, outside of any backward."""
@@ -177,8 +200,7 @@ class PendingGradients:
         self._buffer.abandon = None
         # Sums of homes with hooks: no backward calls the hooks any more.
         for index, total in self._sums.items():
-            for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
-                p.main_grad += part
+            self._add_to_main_grads(index, total)
         self._sums.clear()
 
     def abandon(self) -> None:
@@ -214,11 +236,28 @@ class PendingGradients:
             for at, part in enumerate(views, index * parts):
                 p = self.homes[index][at - index * parts]
                 grad = grads[at]
+                if not p.requires_grad:
+                    continue
                 if part is not None:
                     grads[at] = (part if grad is None else part + grad).to(p.dtype)
                 elif grad is None:
                     grads[at] = torch.zeros_like(p)
+        # Another backward through the same forward may return nothing.
+        self._replicated = ()
+        self._sums.clear()
         return grads
+
+
+def release(ctx: Any, name: str) -> Any:
+    """Return the attribute ``name`` of a node in its backward, and drop it with the graph.
+
+    Nodes outlive their backward where something keeps a tensor of their forward. Only a backward
+    with ``retain_graph=True`` leaves the attribute, for the next backward.
+    """
+    value = getattr(ctx, name)
+    if not torch._C._autograd._get_current_graph_task_keep_graph():
+        setattr(ctx, name, None)
+    return value
 
 
 class _Homes(torch.autograd.Function):
@@ -227,14 +266,14 @@ class _Homes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, complete: Callable, *homes: Parameter) -> Tensor:
         ctx.complete = complete
+        ctx.num_leaves = len(homes)
         ctx.set_materialize_grads(False)
         return torch.empty(0, device=homes[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        complete = ctx.complete
-        ctx.complete = None
-        return (None, *complete())
+        grads = release(ctx, "complete")()
+        return (None, *grads, *[None] * (ctx.num_leaves - len(grads)))
 
 
 _join_homes = direct_apply(_Homes)

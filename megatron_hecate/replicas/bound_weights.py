@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain, compress
@@ -13,6 +14,7 @@ from torch.nn import Parameter
 
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device.direct_apply import direct_apply
+from megatron_hecate.replicas.autograd import release
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 
 
@@ -27,6 +29,8 @@ class BoundWeights:
         homes: parameters of this rank's own experts, expert by expert.
         replicas: parameters of each slot.
         layout: layout of an expert's parameters in a chunk.
+        trained: for each weight, whether it gets gradients, see `ReplicaSlots.trained_weights`;
+            ``None`` if no expert of the layer is trained.
         grads: gradient accumulators of fused GEMMs, [elements] per slot; ``None`` where no GEMM is
             fused.
     """
@@ -38,11 +42,12 @@ class BoundWeights:
         replicas: list[list[Tensor]],
         *,
         layout: ChunkLayout,
+        trained: Sequence[bool] | None,
         grads: Sequence[Tensor] | None,
     ) -> None:
         self.plan = plan
         own = list(chain.from_iterable(homes))
-        self.trained = own[0].requires_grad
+        self.is_trained = trained is not None
         # An empty slot may hold any values: it has no tokens. Detached tensors are no views, whose
         # nodes autograd would replace after writes.
         of_slots = [part.detach() for part in chain.from_iterable(replicas)]
@@ -58,18 +63,25 @@ class BoundWeights:
             if is_fused
         ]
         fused = layout.fused * (len(homes) + len(replicas))
-        # Indices of the weights whose gradients pass through autograd.
+        # Indices of the weights whose gradients pass through autograd, and of the homes' weights
+        # whose gradients are dropped.
         self._passed: list[int] = []
-        if not self.trained:
+        self._dropped: list[int] = []
+        if trained is None or not any(trained):
             return
-        if not layout.fuses_any and not layout.uniform:
-            used = [*range(len(homes)), *(len(homes) + slot for slot in plan.slots)]
-            for expert in used:
-                self._passed += range(expert * parts, (expert + 1) * parts)
+        is_computed = list(trained)
+        if layout.uniform or (layout.is_grouped and layout.fuses_any):
+            # A fused grouped GEMM needs a gradient for every weight.
+            is_computed = [True] * len(trained)
+        elif layout.is_grouped:
+            for expert in (*range(len(homes)), *(len(homes) + slot for slot in plan.slots)):
+                is_computed[expert * parts : (expert + 1) * parts] = [True] * parts
+        self._passed = [at for at, is_fused in enumerate(fused) if is_computed[at] and not is_fused]
+        self._dropped = [at for at in self._passed if at < len(own) and not trained[at]]
+        if not layout.fuses_any:
             return
-        self._passed = [at for at, is_fused in enumerate(fused) if not is_fused]
+        fused = tuple(map(operator.and_, fused, is_computed))
         _require_grads(list(compress(self.weights, fused)))
-        # A fused grouped GEMM needs a gradient for every weight.
         main_grads = [getattr(p, "main_grad", None) for p in own]
         main_grads += chain.from_iterable(map(layout.views, grads or ()))
         for weight, main_grad, is_fused in zip(
@@ -116,6 +128,8 @@ class BoundWeights:
             # One view per home: autograd steals a gradient to which it has the only reference,
             # and copies any other.
             grads[of_homes] = placeholder.expand(self._num_homes, *home.shape).unbind()
+        for at in self._dropped:
+            grads[at] = None
         take(node, grads)
 
 
@@ -167,8 +181,7 @@ class _Experts(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         # Dispatchers keep tensors of the last forward, and with a tensor this node, which must not
         # keep the replicas.
-        take = ctx.take
-        ctx.take = None
+        take = release(ctx, "take")
         (homes, _), *_ = ctx.next_functions
         # False if `torch.autograd.grad` of other tensors runs.
         if torch._C._will_engine_execute_node(homes):

@@ -19,11 +19,13 @@ class ChunkLayout:
             (Megatron's ``gradient_accumulation_fusion``); autograd then carries a placeholder.
         uniform: True if all weights must require gradients where some do, weights of empty slots
             included.
+        is_grouped: True if one GEMM computes all experts, and gradients of all weights or of none.
     """
 
     shapes: tuple[torch.Size, ...]
     fused: tuple[bool, ...]
     uniform: bool = False
+    is_grouped: bool = False
 
     @cached_property
     def elements(self) -> int:

@@ -20,7 +20,7 @@ from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.plan import Placement
-from megatron_hecate.replicas.autograd import PendingGradients
+from megatron_hecate.replicas.autograd import PendingGradients, release
 from megatron_hecate.replicas.bound_weights import BoundWeights
 from megatron_hecate.replicas.slots import ReplicaSlots
 
@@ -67,7 +67,6 @@ class Replicas:
         self._meter = meter
         self.buffer = slots.pool.weights(slots.index, label=slots.label)
         self._grad_buffer = slots.pool.grads(slots.index)
-        self._trained = slots.trained
         # Backward passes whose gradients wait on this rank.
         self.unreturned = 0
         self.backwards = 0
@@ -141,6 +140,13 @@ class Replicas:
         """
         if self.buffer.holds is not self.plan:
             pool = self.slots.pool
+            if self._passes_left <= 0:
+                raise RuntimeError(
+                    f"{self.label}: a second backward through one forward (retain_graph=True) "
+                    f"needs replicas that the first one dropped (lifetime {pool.lifetime}); run "
+                    "one backward of the sum of the losses, or use --moe-fssdp-lifetime iteration "
+                    "or layer"
+                )
             raise RuntimeError(
                 f"{self.label}: a backward needs replicas that were dropped (lifetime "
                 f"{pool.lifetime}): after their forward {pool.reset_because}, and another forward "
@@ -183,7 +189,7 @@ class Replicas:
         self.buffer.wait()
         self.computed = True
         bound = self._bound()
-        if not (bound.trained and torch.is_grad_enabled()):
+        if not (bound.is_trained and torch.is_grad_enabled()):
             return hidden, bound.weights
         pending, token = joined_homes or PendingGradients.join_homes(
             self.slots.experts.homes(), self.slots.experts.layout
@@ -201,12 +207,14 @@ class Replicas:
         if bound is not None and bound.plan is self.plan:
             return bound
         slots.experts.wait_for_values()
+        is_trained = slots.is_trained
         bound = BoundWeights(
             self.plan,
             slots.experts.homes(),
             [slots.experts.weights_in(chunk) for chunk in self.buffer.new_weights(sizes)],
             layout=slots.experts.layout,
-            grads=self._grads() if slots.experts.layout.fuses_any and slots.trained else None,
+            trained=slots.trained_weights(self.plan) if is_trained else None,
+            grads=self._grads() if slots.experts.layout.fuses_any and is_trained else None,
         )
         # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
         # where the buffer serves another microbatch next.
@@ -236,7 +244,7 @@ class Replicas:
             self.before_backward(self)
         self.wait()
         self._backward_began = time.perf_counter()
-        if not self._trained:
+        if not self.slots.is_trained:
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.unreturned:
@@ -297,7 +305,7 @@ class Replicas:
             return
         # The buffer keeps these views: here they would keep the memory of a released buffer.
         sums = self._grad_buffer.parts(self.slots.sizes, self._sum_dtype, layout)
-        for slot in self.plan.slots:
+        for slot in self.slots.returned(self.plan).slots:
             first = slot * len(layout.shapes)
             for at, (total, fused) in enumerate(zip(sums[slot], layout.fused, strict=True), first):
                 if not fused:
@@ -308,19 +316,20 @@ class Replicas:
         buffer = self._grad_buffer
         sizes = self.slots.sizes
         chunks = buffer.chunks(sizes, sizes.grad_dtype)
+        plan = self.slots.returned(self.plan)
         if summed[0].dtype is not chunks[0].dtype:
             # bf16 sums grow to fp32 in the same memory: convert the last slot first.
-            for slot in reversed(self.plan.slots):
+            for slot in reversed(plan.slots):
                 chunks[slot].copy_(summed[slot].clone())
-        pending.expect(self.plan.replicated, buffer, label=self.label)
+        pending.expect(plan.replicated, buffer, label=self.label)
         buffer.transfer = self.slots.pool.transport.return_gradients(
-            self.plan, chunks, pending, label=self.label
+            plan, chunks, pending, label=self.label
         )
         buffer.abandon = pending.abandon
         if self.slots.experts.layout.fuses_any:
-            written = [chunks[slot] for slot in self.plan.slots]
+            written = [chunks[slot] for slot in plan.slots]
             if summed[0].dtype is not chunks[0].dtype:
-                written = [summed[slot] for slot in self.plan.slots] + written
+                written = [summed[slot] for slot in plan.slots] + written
             buffer.zero_after_transfer(written)
 
 
@@ -345,9 +354,7 @@ class _ExpertsOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
-        before_backward = ctx.before_backward
-        ctx.before_backward = None
-        before_backward()
+        release(ctx, "before_backward")()
         return None, grad
 
 

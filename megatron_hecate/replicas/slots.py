@@ -10,13 +10,15 @@ from itertools import chain
 from operator import attrgetter
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hecate.comm.transport import LayerBuffer
+from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
+from megatron_hecate.replicas.trained_parts import TrainedParts, apply_group_rule
 
 # For each backward with delayed weight gradients: the placeholders that autograd carried, and the
 # callback that takes the gradients once they are computed.
@@ -63,34 +65,59 @@ class ReplicaSlots:
         experts: the layer's own experts.
         pool: the rank's buffers.
         label: name of the layer in errors.
+        trained: function that returns the trained parameters of the layer's experts on all ranks;
+            ``None`` if all are trained.
     """
 
     index: int
     experts: ExpertWeights
     pool: BufferPool
     label: str
+    trained: Callable[[], TrainedParts | None] = lambda: None
 
     @cached_property
     def sizes(self) -> LayerBuffer:
         return self.pool.layers[self.index]
 
     @property
-    def trained(self) -> bool:
-        """True if the experts are trained, not frozen."""
-        return self.experts.home(0)[0].requires_grad
+    def is_trained(self) -> bool:
+        """True if any expert of the layer is trained, on any rank."""
+        trained = self.trained()
+        return trained is None or trained.any
+
+    def trained_weights(self, plan: TransferPlan) -> list[bool]:
+        """Return for each weight whether it gets gradients: homes, then slots, flat.
+
+        Homes follow their parameters: an expert that was frozen after the ranks had agreed may
+        still get gradients from replicas, and drops them.
+        """
+        layout = self.experts.layout
+        parts = len(layout.shapes)
+        homes = list(map(attrgetter("requires_grad"), chain.from_iterable(self.experts.homes())))
+        if not all(homes):
+            homes = apply_group_rule(np.reshape(homes, (-1, parts)), layout).ravel().tolist()
+        trained = self.trained()
+        slots = [[False] * parts] * self.sizes.slots
+        for slot in plan.slots:
+            slots[slot] = [True] * parts
+        if trained is not None:
+            for copy in plan.copies:
+                if copy.rank == plan.rank:
+                    slots[copy.slot] = trained.of_copy(copy)
+        return homes + list(chain.from_iterable(slots))
+
+    def returned(self, plan: TransferPlan) -> TransferPlan:
+        """Return the part of ``plan`` that returns gradients."""
+        trained = self.trained()
+        return plan if trained is None else trained.returned(plan)
 
     def check(self) -> None:
-        """Check that all parameters have one dtype, and that all or none are frozen.
+        """Check that all parameters have one dtype.
 
         Raises:
-            ValueError: if some parameters are frozen and some are trained, or their dtypes differ.
+            ValueError: if their dtypes differ.
         """
-        parameters = list(chain.from_iterable(self.experts.homes()))
-        if len(set(map(attrgetter("requires_grad"), parameters))) > 1:
-            raise ValueError(
-                f"{self.label}: some expert parameters are frozen and others are not; freeze all "
-                "or none"
-            )
+        parameters = chain.from_iterable(self.experts.homes())
         dtypes = set(map(attrgetter("dtype"), parameters))
         if dtypes != {self.sizes.dtype}:
             raise ValueError(

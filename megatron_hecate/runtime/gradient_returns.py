@@ -101,7 +101,8 @@ class GradientReturns:
         for state in self._states:
             if not state.keeps_replicas or state.replicas is None:
                 continue
-            if state.replicas.backwards != forwards(state.index):
+            # a graph that is kept may have several backwards
+            if state.replicas.backwards < forwards(state.index):
                 return True
         return any(state.awaits_microbatch for state in self._states)
 

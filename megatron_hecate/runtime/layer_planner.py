@@ -44,6 +44,8 @@ class LayerPlanner:
         self.early = EarlyPlans()
         # True if the running iteration repeats the plans of the last one.
         self.keeps_plans = False
+        # True if the running iteration has no replicas.
+        self.is_paused = False
         self._states = states
         self._chunk_of = chunk_of
         self._tracker = tracker
@@ -51,6 +53,18 @@ class LayerPlanner:
         self._meter = meter
         # Index of each chunk's first layer.
         self._first_layers = {chunk_of.index(chunk) for chunk in chunk_of}
+
+    def begin_iteration(self, *, keeps_plans: bool) -> None:
+        """Decide whether the iteration repeats plans, and whether it has replicas at all.
+
+        Megatron's loggers of activations and data gradients hook into single experts, on all ranks
+        in the same iterations. Without replicas their records are stock's.
+
+        Args:
+            keeps_plans: whether the iteration repeats the plans of the last one.
+        """
+        self.keeps_plans = keeps_plans
+        self.is_paused = any(state.parts.experts.inside.are_logged() for state in self._states)
 
     def plan_from(self, index: int, forecast: np.ndarray | None, *, is_alone: bool = False) -> None:
         """Plan layer ``index`` and the next layers of its chunk, unless the layer is planned.
@@ -75,7 +89,9 @@ class LayerPlanner:
                     self._plan(state, forecast)
 
     def _plan(self, state: LayerState, forecast: np.ndarray | None) -> None:
-        kept = state.next_kept_plan() if self.keeps_plans else None
+        kept = state.homes if self.is_paused else None
+        if kept is None and self.keeps_plans:
+            kept = state.next_kept_plan()
         if kept is not None:
             state.set_plan(kept, self._tracker.iteration)
             state.plans.append(kept)

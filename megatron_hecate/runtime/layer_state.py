@@ -9,7 +9,9 @@ import dataclasses
 import operator
 import sys
 from collections import deque
+from collections.abc import Callable
 from itertools import chain
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,13 +28,24 @@ from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.replicas.slots import ReplicaSlots
+from megatron_hecate.replicas.trained_parts import TrainedParts
 from megatron_hecate.routing.rerouter import Rerouter
 from megatron_hecate.runtime.layer_parts import LayerParts
 from megatron_hecate.settings.cuda_graphs import holds_preprocess
 from megatron_hecate.settings.rules import SettingSources
 
 
-class LayerState:
+class Uncopied:
+    """Mixin of objects on a model that cannot be copied or pickled with the model."""
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            "a model with FSSDP cannot be copied or pickled, as its replicas belong to one model; "
+            "build another model and load this one's state_dict(), or copy it before the hook"
+        )
+
+
+class LayerState(Uncopied):
     """State of one converted layer on this rank.
 
     Args:
@@ -84,6 +97,8 @@ class LayerState:
         # Homes of the next forward, joined before the attention in front of the layer.
         self.joined_homes: tuple[PendingGradients, Tensor] | None = None
         self._slots: ReplicaSlots | None = None
+        # Trained parameters of all ranks' experts in this iteration; ``None`` if all are trained.
+        self.trained: Callable[[], TrainedParts | None] = lambda: None
         # The last placement whose transfers were prepared early, and the transfers.
         self._early: tuple[Placement, TransferPlan] | None = None
         # Version counters of the homes' weights at the last fetch.
@@ -194,7 +209,9 @@ class LayerState:
     def slots_in(self, pool: BufferPool) -> ReplicaSlots:
         """Return the layer's replica slots in the buffers of ``pool``."""
         if self._slots is None or self._slots.pool is not pool:
-            self._slots = ReplicaSlots(self.index, self.parts.experts, pool, self.name)
+            self._slots = ReplicaSlots(
+                self.index, self.parts.experts, pool, self.name, self.trained
+            )
         return self._slots
 
     def check_agreement(self, placement: Placement) -> None:

@@ -23,6 +23,9 @@ from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.runtime.forecast import LoadHistory
 from megatron_hecate.runtime.token_counts import TokenCounts
 
+# Numbers that every sum of loads includes after the counts: the meter's, and frozen parameters.
+_INCLUDED: int = MEASURED + 1
+
 # Value of host memory until a sum of counts is copied into it.
 NOT_HERE: int = -1
 
@@ -102,6 +105,7 @@ class LoadMonitor:
         group: ranks whose tokens the layers' experts share.
         timeout: seconds to wait for the group's ranks.
         meter: meter whose measurements the all-reduce includes.
+        count_frozen: function that returns the number of frozen parameters of this rank's experts.
     """
 
     def __init__(
@@ -111,11 +115,15 @@ class LoadMonitor:
         *,
         timeout: float,
         meter: OverlapMeter | None = None,
+        count_frozen: Callable[[], int] = lambda: 0,
     ) -> None:
         self._shape = shape
         self._group = group
         self._timeout = timeout
         self._meter = meter or OverlapMeter()
+        self._count_frozen = count_frozen
+        # Frozen parameters of all ranks at the last sum; ``None`` before the first sum.
+        self.num_frozen: int | None = None
         self._size = shape[0] * shape[1]
         # Counts [L * E], measurements, and tokens of home ranks where the recorder distinguishes
         # microbatches; int64, allocated on the device of the first loads.
@@ -138,7 +146,7 @@ class LoadMonitor:
         fewer.
         """
         if self._sums is None:
-            more = MEASURED if self.recorder is None else MEASURED + self.recorder.begin()
+            more = _INCLUDED if self.recorder is None else _INCLUDED + self.recorder.begin()
             with lasting_tensors():
                 self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=device)
                 self._counts = self._sums[: self._size].view(self._shape).unbind()
@@ -183,7 +191,7 @@ class LoadMonitor:
             return False
         sums = self._sums
         self._sums = None
-        more = np.asarray(self._meter.measured(), dtype=np.int64)
+        more = np.asarray([*self._meter.measured(), self._count_frozen()], dtype=np.int64)
         if self.recorder is not None:
             more = np.concatenate([more, self.recorder.measured()])
         counts, measured, of_ranks = sums.split(
@@ -234,9 +242,10 @@ class LoadMonitor:
             self._reduced = None
             load = sums[: self._size].reshape(self._shape)
             self.history = self._extend(load)
-            self._meter.agree(sums[self._size :][:MEASURED].tolist())
+            *measured, self.num_frozen = sums[self._size :][:_INCLUDED].tolist()
+            self._meter.agree(measured)
             if self.recorder is not None:
-                self.recorder.take(load, sums[self._size + MEASURED :])
+                self.recorder.take(load, sums[self._size + _INCLUDED :])
 
     def extend_early(self, history: LoadHistory, load: np.ndarray) -> LoadHistory:
         """Return ``history`` extended by ``load``, with its forecast, in any thread.

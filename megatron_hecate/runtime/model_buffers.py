@@ -21,9 +21,6 @@ class ModelBuffers:
 
     def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
         self._states = states
-        # For each layer, submodule and attribute of a parameter: stored, because the check before
-        # the first kernel of an iteration looks up the parameters of all layers.
-        self._owners = [state.parts.experts.first_owner for state in states]
         self._chunk_of = chunk_of
         # ``None`` before the first use.
         self.allocated: BufferPool | None = None
@@ -57,7 +54,7 @@ class ModelBuffers:
         )
 
     def _kinds_now(self) -> list[tuple[type, torch.dtype]]:
-        parameters = [module._parameters[name] for module, name in self._owners]
+        parameters = [state.parts.experts.first for state in self._states]
         return [(parameter.__class__, parameter.dtype) for parameter in parameters]
 
     def _allocate(self) -> BufferPool:

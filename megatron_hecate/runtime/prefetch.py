@@ -13,7 +13,7 @@ Hooks of Megatron call the prefetcher, and it calls the layers' states.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,12 +34,14 @@ from megatron_hecate.runtime.gradient_returns import GradientReturns
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.known_routes import KnownRoutes
 from megatron_hecate.runtime.layer_planner import LayerPlanner
-from megatron_hecate.runtime.layer_state import LayerState
+from megatron_hecate.runtime.layer_state import LayerState, Uncopied
 from megatron_hecate.runtime.load_monitor import LoadMonitor
 from megatron_hecate.runtime.model_buffers import ModelBuffers
+from megatron_hecate.runtime.model_check import check_model
+from megatron_hecate.runtime.trained_experts import TrainedExperts
 
 
-class Prefetcher:
+class Prefetcher(Uncopied):
     """Prefetcher of the replicas of one model's layers on this rank.
 
     Args:
@@ -66,11 +68,15 @@ class Prefetcher:
         self.forecast: np.ndarray | None = None
         self.routes = KnownRoutes(states, chunk_of)
         self.meter = OverlapMeter()
+        self._trained = TrainedExperts(states)
+        for state in states:
+            state.trained = partial(self._trained.of_layer, state.index)
         self.monitor = LoadMonitor(
             (len(states), max(state.parts.homes_only.num_experts for state in states)),
             states[0].rerouter.sources,
             timeout=states[0].config.timeout,
             meter=self.meter,
+            count_frozen=self._trained.count_frozen,
         )
         self.returns = GradientReturns(states, chunk_of)
         self.tracker = IterationTracker(
@@ -93,6 +99,8 @@ class Prefetcher:
             states, chunk_of, tracker=self.tracker, routes=self.routes, meter=self.meter
         )
         self._has_fetched = False
+        # Returns a line for each conflict outside of the experts; ``None`` once it was called.
+        self.find_conflicts: Callable[[], list[str]] | None = list
 
     def begin_chunk(self, chunk_index: int, chunk: Module, *_: Any) -> None:
         """Fetch the replicas of a chunk's first layer: from here on its weights do not change."""
@@ -102,8 +110,6 @@ class Prefetcher:
         training = chunk.training and self.gradients and torch._C._current_graph_task_id() == -1
         if not training or chunk_index not in self.chunk_of:
             return
-        if self.states[0].config.slots:
-            self.buffers.pool()
         first = self.chunk_of.index(chunk_index)
         self._enter_chunk(chunk_index)
         experts = self._experts[first]
@@ -111,6 +117,7 @@ class Prefetcher:
             self.tracker.comes_to(first)
             self._prepare(self.states[first], is_alone=True)
         elif self.states[first].config.slots:
+            self.buffers.pool()
             start_gathers(experts)
 
     def end_chunk(self, *_: Any) -> None:
@@ -306,7 +313,9 @@ class Prefetcher:
                 current.replicas.refresh(current.plan)
             return
         current.expects_late = (
-            state.config.late_replicas > 0 and not self.routes.are_known[state.index]
+            state.config.late_replicas > 0
+            and not self.routes.are_known[state.index]
+            and not self._planner.is_paused
         )
         current.replicas = None if current.plan is None else self._fetch(state)
 
@@ -362,12 +371,15 @@ class Prefetcher:
             self.states[before].fetch_again()
 
     def _begin_iteration(self) -> None:
+        if self.find_conflicts is not None:
+            check_model(self.states, self.find_conflicts)
+            self.find_conflicts = None
         # If weights were loaded in the middle of an iteration, gradients may still wait.
         self.returns.complete()
         if self.tracker.microbatches is None:
             # No iteration has been counted yet.
             self.tracker.microbatches = training_state.num_microbatches()
-        self._planner.keeps_plans = self.tracker.repeats_last()
+        self._planner.begin_iteration(keeps_plans=self.tracker.repeats_last())
         if not self._planner.keeps_plans:
             self.returns.begin_iteration(self.tracker.microbatches)
         here.iteration = running_iteration() or here.iteration + 1
@@ -377,6 +389,8 @@ class Prefetcher:
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()
+        if self.states[0].config.slots:
+            self._trained.begin_iteration(self.monitor.num_frozen)
         self.forecast = self.routes.begin_iteration(self.monitor.history.forecast())
         if self.rehoming is not None:
             self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)

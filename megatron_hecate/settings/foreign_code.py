@@ -15,6 +15,8 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.nn import Module
 
+from megatron_hecate.settings.expert_parts import ExpertParts
+
 KNOWN = ("megatron.core.", "transformer_engine.", "torch.", "megatron_hecate.")
 # methods of Megatron's layer that FSSDP overrides, and the forward that calls all of these
 LAYER = {
@@ -67,6 +69,7 @@ def check_layer(layer: MoELayer) -> None:
             f"{'; '.join(found)}: FSSDP has replicas for Megatron's own code only; use Megatron's "
             "classes, or leave --moe-fssdp off"
         )
+    ExpertParts(layer.experts).check()
 
 
 def find_foreign_layers(chunks: Iterable[Module]) -> list[str]:

@@ -81,11 +81,7 @@ def test_parameters_that_cannot_be_one_chunk() -> None:
     trained, half = Parameter(torch.ones(3)), Parameter(torch.ones(3, dtype=torch.bfloat16))
     frozen = Parameter(torch.ones(3), requires_grad=False)
     start(trained, trained)
-    start(frozen, frozen)
-    with pytest.raises(
-        ValueError, match="layer 1: some expert parameters are frozen and others are not"
-    ):
-        start(trained, frozen)
+    start(trained, frozen)
     types = r"layer 1: expert parameters have dtypes \['torch.bfloat16', 'torch.float32'\].* keeps to torch.float32"
     with pytest.raises(ValueError, match=types):
         start(trained, half)

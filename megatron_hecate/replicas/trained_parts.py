@@ -1,0 +1,74 @@
+"""Parameters of a layer's experts that are trained and not frozen, on all ranks of its group."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from megatron_hecate.comm.transport import Copy, TransferPlan
+from megatron_hecate.replicas.chunk_layout import ChunkLayout
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainedParts:
+    """Parameters that get gradients, equal on all ranks of the FSSDP group.
+
+    Args:
+        flags: one flag per rank, own expert and parameter, [R, H, parts] bool.
+    """
+
+    flags: np.ndarray
+
+    @classmethod
+    def check(cls, requires_grad: np.ndarray, layout: ChunkLayout, *, label: str) -> TrainedParts:
+        """Make the flags from ``requires_grad`` of all parameters, [R, H, parts] bool.
+
+        Raises:
+            ValueError: if some parameters are frozen, where the experts' GEMMs compute all
+                gradients or none.
+        """
+        is_mixed = requires_grad.any() and not requires_grad.all()
+        if is_mixed and layout.is_grouped:
+            if (requires_grad != requires_grad[..., :1]).any():
+                raise ValueError(
+                    f"{label}: some parameters of an expert are frozen and others are not; a "
+                    "grouped GEMM computes gradients of all or none: freeze whole experts, or set "
+                    "model.moe_grouped_gemm=false or leave out --moe-grouped-gemm"
+                )
+            if layout.fuses_any or layout.uniform:
+                count = int((~requires_grad).any(axis=-1).sum())
+                experts = requires_grad.shape[0] * requires_grad.shape[1]
+                raise ValueError(
+                    f"{label}: {count} of {experts} experts are frozen, but fused weight gradients "
+                    "of grouped GEMMs are computed for all or none; freeze all experts, or set "
+                    "model.gradient_accumulation_fusion=false and "
+                    "model.use_transformer_engine_op_fuser=false or use "
+                    "--no-gradient-accumulation-fusion without --use-transformer-engine-op-fuser"
+                )
+        return cls(apply_group_rule(requires_grad, layout))
+
+    @property
+    def any(self) -> bool:
+        """True if any parameter is trained."""
+        return bool(self.flags.any())
+
+    def of_copy(self, copy: Copy) -> list[bool]:
+        """Return the flags of a replica's parameters."""
+        return self.flags[copy.home, copy.index].tolist()
+
+    def returned(self, plan: TransferPlan) -> TransferPlan:
+        """Return the part of ``plan`` that returns gradients: replicas of trained experts."""
+        is_returned = self.flags.any(axis=-1)
+        copies = (copy for copy in plan.copies if is_returned[copy.home, copy.index])
+        return TransferPlan(plan.rank, tuple(copies))
+
+
+def apply_group_rule(requires_grad: np.ndarray, layout: ChunkLayout) -> np.ndarray:
+    """Return which parameters get gradients, from ``requires_grad`` [..., H, parts].
+
+    TransformerEngine's grouped GEMM computes no gradients if its first weight is frozen.
+    """
+    if not layout.is_grouped:
+        return requires_grad
+    return requires_grad & requires_grad[..., :1, :]

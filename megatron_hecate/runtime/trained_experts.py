@@ -1,0 +1,96 @@
+"""Agreement of a group's ranks on which experts are trained and which are frozen.
+
+A replica of a frozen expert returns no gradients, so sender and receiver must know. The sum of an
+iteration's loads includes the number of frozen parameters. If that number is 0, all experts count
+as trained in the next iteration: an expert that was frozen meanwhile drops the gradients of its
+replicas. Otherwise the ranks exchange ``requires_grad`` of all parameters where the next iteration
+begins, so that an unfrozen expert gets gradients at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from megatron_hecate.replicas.trained_parts import TrainedParts
+from megatron_hecate.runtime.layer_state import LayerState
+from megatron_hecate.runtime.load_monitor import GroupSum
+
+
+class TrainedExperts:
+    """Trained parameters of all layers' experts, on all ranks of the FSSDP group.
+
+    Args:
+        states: states of all layers, whose groups have the same ranks.
+    """
+
+    def __init__(self, states: Sequence[LayerState]) -> None:
+        self._states = states
+        self._group = states[0].group
+        # Parameters of this rank's experts per layer.
+        self._sizes = [
+            state.parts.experts.num_homes * len(state.parts.experts.layout.shapes)
+            for state in states
+        ]
+        # ``requires_grad`` of all ranks' parameters, [R * (sum of sizes)], while in flight.
+        self._exchanged: GroupSum | None = None
+        self._stream: torch.cuda.Stream | None = None
+        # By layer; ``None``: all are trained.
+        self._layers: list[TrainedParts] | None = None
+
+    def count_frozen(self) -> int:
+        """Return the number of frozen parameters of this rank's experts."""
+        return self._requires_grad().count(False)
+
+    def _requires_grad(self) -> list[bool]:
+        flags: list[bool] = []
+        for state in self._states:
+            for home in state.parts.experts.homes():
+                flags += map(attrgetter("requires_grad"), home)
+        return flags
+
+    def begin_iteration(self, num_frozen: int | None) -> None:
+        """Start to exchange the trained parameters, unless all are trained.
+
+        Collective if ``num_frozen`` is not 0.
+
+        Args:
+            num_frozen: frozen parameters of all ranks in the last iteration; ``None`` if unknown.
+        """
+        self._exchanged = self._layers = None
+        if num_frozen == 0:
+            return
+        flags = torch.zeros((self._group.size(), sum(self._sizes)), dtype=torch.int64)
+        flags[self._group.rank()] = torch.tensor(self._requires_grad())
+        device = self._states[0].parts.experts.home(0)[0].device
+        if device.type == "cuda":
+            self._stream = self._stream or torch.cuda.Stream()
+            flags = flags.pin_memory().to(device, non_blocking=True)
+        timeout = self._states[0].config.timeout
+        self._exchanged = GroupSum(flags, self._group, timeout=timeout, stream=self._stream)
+
+    def of_layer(self, index: int) -> TrainedParts | None:
+        """Return the trained parameters of layer ``index``; ``None`` if all are trained.
+
+        Raises:
+            ValueError: on all ranks, for a mixture that a layer's GEMMs cannot compute.
+        """
+        if self._exchanged is not None:
+            flags = self._exchanged.read().astype(bool)
+            self._exchanged = None
+            if not flags.all():
+                self._layers = self._split(flags)
+        return None if self._layers is None else self._layers[index]
+
+    def _split(self, flags: np.ndarray) -> list[TrainedParts]:
+        """Split ``flags`` [R, sum of sizes] by layer."""
+        layers: list[TrainedParts] = []
+        ends = np.cumsum(self._sizes)
+        for state, part in zip(self._states, np.split(flags, ends[:-1], axis=1), strict=True):
+            experts = state.parts.experts
+            shape = (len(part), experts.num_homes, -1)
+            layers.append(TrainedParts.check(part.reshape(shape), experts.layout, label=state.name))
+        return layers

@@ -1,0 +1,144 @@
+"""Detect code that is attached to single modules inside the experts of a layer.
+
+Hooks, replaced forwards, wrapped linears and parametrized weights of one expert would miss the
+tokens that replicas compute on other ranks: such a model is refused, also if the code is attached
+after FSSDP was switched on. Code of the experts module itself runs for all tokens of its rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from inspect import isroutine
+from typing import Any
+
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+
+# packages whose hooks work for replicas, too
+KNOWN = ("megatron.core.", "transformer_engine.", "megatron_hecate.")
+# Megatron's own loggers, which hook into all modules of all ranks for one iteration
+LOGGERS = "megatron.training."
+# attributes of a module with its hooks, and their names in errors
+HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+# attributes of an instance that replace its class's forward, bound to the instance's weights
+REPLACED = ("forward", "_compiled_call_impl")
+
+
+class ExpertParts:
+    """Modules inside the experts of a layer, as they are when FSSDP is switched on.
+
+    Args:
+        experts: Megatron's expert module.
+    """
+
+    def __init__(self, experts: Module) -> None:
+        parts = dict(experts.named_modules())
+        self._children = [
+            (f"{name}." if name else "", part._modules, tuple(part._modules.values()))
+            for name, part in parts.items()
+        ]
+        del parts[""]
+        self._parts = [(name, part, type(part), vars(part)) for name, part in parts.items()]
+        self._functions = [
+            (name, attributes, {k: v for k, v in attributes.items() if isroutine(v)})
+            for name, _, _, attributes in self._parts
+        ]
+        # modules keep these dictionaries
+        self._hooks = [vars(part)[attribute] for part in parts.values() for attribute in HOOKS]
+        # Hooks that had been registered in this process when all hooks of the parts were found to
+        # be known, and when none was a logger's.
+        self._known_until = -1
+        self._unlogged_until = -1
+
+    def check(self, label: str = "", *, is_first: bool = False) -> None:
+        """Check that no foreign code is attached. Takes little time if nothing has changed.
+
+        Args:
+            label: name of the layer, for the error.
+            is_first: whether an iteration begins for the first time: Megatron's loggers may be
+                attached, and functions such as activations are checked, too.
+
+        Raises:
+            ValueError: with each kind of code, and the first module that has it.
+        """
+        if not is_first and not self._may_be_foreign():
+            return
+        known = (*KNOWN, LOGGERS) if is_first else KNOWN
+        kinds: dict[str, str] = {}
+        for name, what in (*self._attached(known), *self._replaced()):
+            kinds.setdefault(what, name)
+        if kinds:
+            listed = "; ".join(f"{name} has {what}" for what, name in kinds.items())
+            prefix = f"{label}: " if label else ""
+            raise ValueError(
+                f"{prefix}inside its experts {listed}: tokens that replicas compute on other ranks "
+                "would miss it; remove it, attach it to the experts as a whole or to the MoE "
+                "layer, or leave --moe-fssdp off"
+            )
+        if not is_first:
+            self._known_until = RemovableHandle.next_id
+
+    def _may_be_foreign(self) -> bool:
+        """Return whether there are new hooks, replaced forwards or other modules than before."""
+        if any(self._hooks) and self._known_until != RemovableHandle.next_id:
+            return True
+        for _, children, modules in self._children:
+            if tuple(children.values()) != modules:
+                return True
+        for _, part, kind, attributes in self._parts:
+            if type(part) is not kind or not attributes.keys().isdisjoint(REPLACED):
+                return True
+        return False
+
+    def _attached(self, known: tuple[str, ...]) -> Iterable[tuple[str, str]]:
+        """Yield name and description of each hook and replaced forward."""
+        for name, _, kind, attributes in self._parts:
+            shown = f"{name} ({kind.__name__})"
+            for attribute, hook_kind in HOOKS.items():
+                for hook in attributes[attribute].values():
+                    if not _origin(hook).startswith(known):
+                        yield shown, f"a {hook_kind} of {_origin(hook)}"
+            for attribute in REPLACED:
+                if (replaced := attributes.get(attribute)) is not None:
+                    yield shown, f"a forward of {_origin(replaced)} on the instance"
+
+    def _replaced(self) -> Iterable[tuple[str, str]]:
+        """Yield name and description of each module that is not what it was."""
+        for name, part, kind, _ in self._parts:
+            if "parametrizations" in part._modules:
+                yield name, "parametrized weights (torch.nn.utils.parametrize)"
+            elif type(part) is not kind:
+                yield name, f"become a {type(part).__qualname__}"
+        for name, attributes, functions in self._functions:
+            for attribute, function in functions.items():
+                if attributes.get(attribute) is not function:
+                    yield name, f"another {attribute}"
+        for prefix, children, modules in self._children:
+            for name, child in children.items():
+                if name != "parametrizations" and not any(child is module for module in modules):
+                    yield prefix + name, f"become a {type(child).__qualname__}"
+
+    def are_logged(self) -> bool:
+        """Return whether Megatron's own loggers have hooks on any of the modules."""
+        if self._unlogged_until == RemovableHandle.next_id:
+            return False
+        for hooks in self._hooks:
+            if any(_origin(hook).startswith(LOGGERS) for hook in hooks.values()):
+                return True
+        self._unlogged_until = RemovableHandle.next_id
+        return False
+
+
+def _origin(function: Any) -> str:
+    """Return the module whose code ``function`` runs; ``functools.wraps`` copies other names."""
+    function = getattr(function, "func", function)
+    function = getattr(function, "__func__", function)
+    variables = getattr(function, "__globals__", None)
+    if variables is None:
+        return type(function).__module__
+    return variables.get("__name__", "")
