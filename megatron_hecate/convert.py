@@ -284,8 +284,13 @@ def _estimate_memory(
         nccl_bytes=connection.nccl_bytes,
     )
     # frozen experts have neither gradients nor optimizer state
-    if not parts[0].experts.home(0)[0].requires_grad:
-        experts = dataclasses.replace(experts, grad_bytes=0, optimizer_bytes=0)
+    homes = [p for part in parts for home in part.experts.homes() for p in home]
+    trained = sum(p.numel() for p in homes if p.requires_grad) / sum(p.numel() for p in homes)
+    experts = dataclasses.replace(
+        experts,
+        grad_bytes=round(experts.grad_bytes * trained),
+        optimizer_bytes=round(experts.optimizer_bytes * trained),
+    )
     on_gpu = device_of_rank().type == "cuda"
     free = RankMemory.free_memory(gpu=on_gpu)
     if on_gpu:

@@ -29,23 +29,23 @@ class Note:
     Args:
         settings: values that must be equal on all ranks, by name.
         layers: names of the rank's MoE layers; may be empty on a pipeline stage, not on all ranks.
-        shapes: shapes of an expert's parameters in each layer, which must be equal on all ranks;
-            empty with problems.
         problems: reasons why this rank cannot switch FSSDP on.
         summary: the layers' part of the line "FSSDP on".
         memory: fields of `RankMemory`, needed and free bytes; empty without MoE layers.
         slower_by_engines: see `Connection`.
         rounds: line about the rounds of a gradient return (`P2P.explain_rounds`), or empty.
+        shapes: shapes of an expert's parameters in each layer, which must be equal on all ranks;
+            empty with problems.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     layers: list[str] = dataclasses.field(default_factory=list)
-    shapes: list[str] = dataclasses.field(default_factory=list)
     problems: list[str] = dataclasses.field(default_factory=list)
     summary: str = ""
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
     slower_by_engines: float | None = None
     rounds: str = ""
+    shapes: list[str] = dataclasses.field(default_factory=list)
 
     def agree(
         self,

@@ -144,6 +144,11 @@ class PhysicalExperts:
         return self._homes.one(index)
 
     @property
+    def owners(self) -> list[tuple[Module, str]]:
+        """Submodule and attribute of each parameter of this rank's own experts, flat."""
+        return self._homes.owners
+
+    @property
     def dtype(self) -> torch.dtype:
         """Data type of the parameters."""
         return self._homes.first.dtype

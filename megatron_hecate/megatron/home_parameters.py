@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import itemgetter
 
 from torch.nn import Module, Parameter
@@ -52,6 +53,11 @@ class HomeParameters:
             return [owner._parameters[leaf] for owner, leaf in self._owners[index]]
         except KeyError as error:
             raise _missing(error) from error
+
+    @property
+    def owners(self) -> list[tuple[Module, str]]:
+        """Submodule and attribute of each parameter, flat, expert by expert."""
+        return list(chain.from_iterable(self._owners))
 
     @property
     def first(self) -> Parameter:

@@ -93,7 +93,7 @@ class ReplicaSlots:
         """
         layout = self.experts.layout
         parts = len(layout.shapes)
-        homes = list(map(attrgetter("requires_grad"), chain.from_iterable(self.experts.homes())))
+        homes = [p.requires_grad for home in self.experts.homes() for p in home]
         if not all(homes):
             homes = apply_group_rule(np.reshape(homes, (-1, parts)), layout).ravel().tolist()
         trained = self.trained()

@@ -21,8 +21,16 @@ class TrainedParts:
     flags: np.ndarray
 
     @classmethod
-    def check(cls, requires_grad: np.ndarray, layout: ChunkLayout, *, label: str) -> TrainedParts:
+    def check(
+        cls, requires_grad: np.ndarray, layout: ChunkLayout, *, delays: bool, label: str
+    ) -> TrainedParts:
         """Make the flags from ``requires_grad`` of all parameters, [R, H, parts] bool.
+
+        Args:
+            requires_grad: flags of the parameters.
+            layout: layout of an expert's parameters.
+            delays: whether weight gradients are computed after the backward.
+            label: name of the layer, for errors.
 
         Raises:
             ValueError: if some parameters are frozen, where the experts' GEMMs compute all
@@ -36,15 +44,16 @@ class TrainedParts:
                     "grouped GEMM computes gradients of all or none: freeze whole experts, or set "
                     "model.moe_grouped_gemm=false or leave out --moe-grouped-gemm"
                 )
-            if layout.fuses_any or layout.uniform:
+            if layout.fuses_any or layout.uniform or delays:
                 count = int((~requires_grad).any(axis=-1).sum())
                 experts = requires_grad.shape[0] * requires_grad.shape[1]
                 raise ValueError(
-                    f"{label}: {count} of {experts} experts are frozen, but fused weight gradients "
-                    "of grouped GEMMs are computed for all or none; freeze all experts, or set "
-                    "model.gradient_accumulation_fusion=false and "
-                    "model.use_transformer_engine_op_fuser=false or use "
-                    "--no-gradient-accumulation-fusion without --use-transformer-engine-op-fuser"
+                    f"{label}: {count} of {experts} experts are frozen, but grouped GEMMs with "
+                    "fused or delayed weight gradients compute those of all experts or none; "
+                    "freeze all experts, or set model.gradient_accumulation_fusion=false, "
+                    "model.use_transformer_engine_op_fuser=false and "
+                    "model.delay_wgrad_compute=false, or use --no-gradient-accumulation-fusion, "
+                    "and neither --use-transformer-engine-op-fuser nor --delay-wgrad-compute"
                 )
         return cls(apply_group_rule(requires_grad, layout))
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
@@ -46,6 +47,8 @@ class LayerPlanner:
         self.keeps_plans = False
         # True if the running iteration has no replicas.
         self.is_paused = False
+        # Number of hooks registered in this process when no logger had any.
+        self._unlogged_until = -1
         self._states = states
         self._chunk_of = chunk_of
         self._tracker = tracker
@@ -64,7 +67,10 @@ class LayerPlanner:
             keeps_plans: whether the iteration repeats the plans of the last one.
         """
         self.keeps_plans = keeps_plans
-        self.is_paused = any(state.parts.experts.inside.are_logged() for state in self._states)
+        if self._unlogged_until != RemovableHandle.next_id:
+            self.is_paused = any(state.parts.experts.inside.are_logged() for state in self._states)
+            if not self.is_paused:
+                self._unlogged_until = RemovableHandle.next_id
 
     def plan_from(self, index: int, forecast: np.ndarray | None, *, is_alone: bool = False) -> None:
         """Plan layer ``index`` and the next layers of its chunk, unless the layer is planned.

@@ -39,6 +39,7 @@ class GroupSum:
         counts: this rank's counts, int64; the sum is written into the tensor.
         group: process group of the all-reduce.
         timeout: seconds to wait for the group's ranks.
+        what: name of the sum, for errors.
         stream: stream that copies results on a GPU, so that reading waits for this sum alone.
     """
 
@@ -49,6 +50,7 @@ class GroupSum:
         *,
         timeout: float,
         stream: torch.cuda.Stream | None,
+        what: str = "sum of the loads",
     ) -> None:
         work = dist.all_reduce(counts, group=group, async_op=True)
         self._is_copied = stream is not None
@@ -60,8 +62,8 @@ class GroupSum:
                 work,
                 counts,
                 group,
-                what="sum of the loads",
-                label="load history",
+                what=what,
+                label="begin of an iteration",
                 timeout=timeout,
             )
             return

@@ -8,15 +8,21 @@ import torch.distributed as dist
 
 from megatron_hecate.job.collectives import gather_objects
 from megatron_hecate.job.problems import collect
+from megatron_hecate.runtime.iteration_tracker import IterationTracker
 from megatron_hecate.runtime.layer_state import LayerState
 
 
-def check_model(states: Sequence[LayerState], find_conflicts: Callable[[], Iterable[str]]) -> None:
+def check_model(
+    states: Sequence[LayerState],
+    find_conflicts: Callable[[], Iterable[str]],
+    tracker: IterationTracker,
+) -> None:
     """Check that nothing added after the hook conflicts with replicas. Collective.
 
     Args:
         states: states of all layers.
         find_conflicts: function that returns a line for each conflict outside of the experts.
+        tracker: tracker of the iteration that begins.
 
     Raises:
         ValueError: on all ranks of the FSSDP group; lists the problems of all of them.
@@ -35,6 +41,8 @@ def check_model(states: Sequence[LayerState], find_conflicts: Callable[[], Itera
         for line in lines:
             ranks_with.setdefault(line, []).append(rank)
     if ranks_with:
+        # The next forward begins an iteration again, and is refused as well.
+        tracker.weights_changed()
         lines = [
             f"  - {line}" + ("" if len(ranks) == len(of_ranks) else f" (rank {ranks[0]})")
             for line, ranks in ranks_with.items()

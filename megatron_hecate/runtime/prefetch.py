@@ -372,7 +372,7 @@ class Prefetcher(Uncopied):
 
     def _begin_iteration(self) -> None:
         if self.find_conflicts is not None:
-            check_model(self.states, self.find_conflicts)
+            check_model(self.states, self.find_conflicts, self.tracker)
             self.find_conflicts = None
         # If weights were loaded in the middle of an iteration, gradients may still wait.
         self.returns.complete()

@@ -10,7 +10,7 @@ begins, so that an unfrozen expert gets gradients at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from itertools import chain
 
 import numpy as np
 import torch
@@ -30,11 +30,11 @@ class TrainedExperts:
     def __init__(self, states: Sequence[LayerState]) -> None:
         self._states = states
         self._group = states[0].group
-        # Parameters of this rank's experts per layer.
-        self._sizes = [
-            state.parts.experts.num_homes * len(state.parts.experts.layout.shapes)
-            for state in states
-        ]
+        # Submodule and attribute of each parameter of this rank's experts, for all layers: kept,
+        # because they are looked up in every iteration. And the number of parameters per layer.
+        owners = [state.parts.experts.owners for state in states]
+        self._owners = list(chain.from_iterable(owners))
+        self._sizes = list(map(len, owners))
         # ``requires_grad`` of all ranks' parameters, [R * (sum of sizes)], while in flight.
         self._exchanged: GroupSum | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -46,11 +46,7 @@ class TrainedExperts:
         return self._requires_grad().count(False)
 
     def _requires_grad(self) -> list[bool]:
-        flags: list[bool] = []
-        for state in self._states:
-            for home in state.parts.experts.homes():
-                flags += map(attrgetter("requires_grad"), home)
-        return flags
+        return [module._parameters[name].requires_grad for module, name in self._owners]
 
     def begin_iteration(self, num_frozen: int | None) -> None:
         """Start to exchange the trained parameters, unless all are trained.
@@ -70,7 +66,9 @@ class TrainedExperts:
             self._stream = self._stream or torch.cuda.Stream()
             flags = flags.pin_memory().to(device, non_blocking=True)
         timeout = self._states[0].config.timeout
-        self._exchanged = GroupSum(flags, self._group, timeout=timeout, stream=self._stream)
+        self._exchanged = GroupSum(
+            flags, self._group, timeout=timeout, stream=self._stream, what="frozen parameters"
+        )
 
     def of_layer(self, index: int) -> TrainedParts | None:
         """Return the trained parameters of layer ``index``; ``None`` if all are trained.
@@ -92,5 +90,11 @@ class TrainedExperts:
         for state, part in zip(self._states, np.split(flags, ends[:-1], axis=1), strict=True):
             experts = state.parts.experts
             shape = (len(part), experts.num_homes, -1)
-            layers.append(TrainedParts.check(part.reshape(shape), experts.layout, label=state.name))
+            trained = TrainedParts.check(
+                part.reshape(shape),
+                experts.layout,
+                delays=experts.delayed is not None,
+                label=state.name,
+            )
+            layers.append(trained)
         return layers

@@ -39,8 +39,9 @@ class ExpertParts:
     def __init__(self, experts: Module) -> None:
         parts = dict(experts.named_modules())
         self._children = [
-            (f"{name}." if name else "", part._modules, tuple(part._modules.values()))
+            (f"{name}.{child}" if name else child, part._modules, child, module)
             for name, part in parts.items()
+            for child, module in part._modules.items()
         ]
         del parts[""]
         self._parts = [(name, part, type(part), vars(part)) for name, part in parts.items()]
@@ -50,10 +51,8 @@ class ExpertParts:
         ]
         # modules keep these dictionaries
         self._hooks = [vars(part)[attribute] for part in parts.values() for attribute in HOOKS]
-        # Hooks that had been registered in this process when all hooks of the parts were found to
-        # be known, and when none was a logger's.
+        # number of hooks registered in this process when all hooks of the parts were known
         self._known_until = -1
-        self._unlogged_until = -1
 
     def check(self, label: str = "", *, is_first: bool = False) -> None:
         """Check that no foreign code is attached. Takes little time if nothing has changed.
@@ -87,11 +86,13 @@ class ExpertParts:
         """Return whether there are new hooks, replaced forwards or other modules than before."""
         if any(self._hooks) and self._known_until != RemovableHandle.next_id:
             return True
-        for _, children, modules in self._children:
-            if tuple(children.values()) != modules:
+        # without calls: this runs in every forward with replicas
+        for _, children, child, module in self._children:
+            if child not in children or children[child] is not module:
                 return True
+        forward, compiled = REPLACED
         for _, part, kind, attributes in self._parts:
-            if type(part) is not kind or not attributes.keys().isdisjoint(REPLACED):
+            if part.__class__ is not kind or forward in attributes or compiled in attributes:
                 return True
         return False
 
@@ -118,20 +119,14 @@ class ExpertParts:
             for attribute, function in functions.items():
                 if attributes.get(attribute) is not function:
                     yield name, f"another {attribute}"
-        for prefix, children, modules in self._children:
-            for name, child in children.items():
-                if name != "parametrizations" and not any(child is module for module in modules):
-                    yield prefix + name, f"become a {type(child).__qualname__}"
+        for name, children, child, module in self._children:
+            if (now := children.get(child)) is not module:
+                yield name, f"become a {type(now).__qualname__}"
 
     def are_logged(self) -> bool:
         """Return whether Megatron's own loggers have hooks on any of the modules."""
-        if self._unlogged_until == RemovableHandle.next_id:
-            return False
-        for hooks in self._hooks:
-            if any(_origin(hook).startswith(LOGGERS) for hook in hooks.values()):
-                return True
-        self._unlogged_until = RemovableHandle.next_id
-        return False
+        hooks = [hook for hooks in self._hooks for hook in hooks.values()]
+        return any(_origin(hook).startswith(LOGGERS) for hook in hooks)
 
 
 def _origin(function: Any) -> str:

@@ -162,9 +162,8 @@ def test_between_switch_on_and_the_first_step() -> None:
     tiny_gpt.initialize(case)
     changes = {change: message for change, (message, _) in ATTACHED.items()}
     for change, message in {**changes, _other_activation: "has another activation_func"}.items():
-        loop = loops.Loop(
-            case, lambda chunks, change=change: _on_rank_1(tiny_gpt.fssdp_hook()(chunks), change)
-        )
+        loop = loops.Loop(case, tiny_gpt.fssdp_hook())
+        _on_rank_1(loop.chunks, change)
         with pytest.raises(
             ValueError, match=rf"FSSDP cannot run:\n  - layer 2: .*{message}"
         ) as error:

@@ -32,7 +32,7 @@ class _Experts:
 
     def __init__(self, parameters: Sequence[Parameter], *, fused: bool) -> None:
         self._parameters = parameters
-        self.layout = ChunkLayout((parameters[0].shape,), (fused,))
+        self.layout = ChunkLayout((parameters[0].shape,), (fused,), is_grouped=True)
         self.weights_in = self.layout.views
 
     def homes(self) -> list[list[Parameter]]:

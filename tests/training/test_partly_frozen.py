@@ -217,9 +217,9 @@ REFUSED = {
     ),
     # stock's GEMM fails itself where DDP has given an expert no main gradient
     "fused": (
-        _in_steps((2,), 5),
+        _in_steps((2, 3), 5),
         True,
-        "layer 1: 1 of 8 experts are frozen, but fused weight gradients of grouped GEMMs",
+        "layer 1: 1 of 8 experts are frozen, but grouped GEMMs with fused or delayed weight gradients",
     ),
 }
 

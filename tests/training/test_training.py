@@ -254,6 +254,7 @@ def test_parameters_replaced_after_the_hook() -> None:
 
 @ranks(2)
 def test_hooks_of_users_fire_once() -> None:
+    """On the experts as a whole, and on other parts of the layer; see `test_expert_parts` for single experts."""
     import tiny_gpt
 
     case = tiny_gpt.Case()
@@ -266,8 +267,8 @@ def test_hooks_of_users_fire_once() -> None:
     def note(name: str) -> Callable[..., Any]:
         return lambda *_: fired.append(name)
 
-    for index, expert in enumerate(layer.experts.local_experts):
-        expert.register_forward_pre_hook(note(f"expert {index}"))
+    layer.router.register_forward_pre_hook(note("router"))
+    layer.register_forward_hook(note("layer"))
     run.step(2)
     assert layer.fssdp.replicas is not None
-    assert sorted(fired) == ["expert 0", "expert 1", "expert 2", "expert 3", "experts"]
+    assert fired == ["router", "experts", "layer"]
