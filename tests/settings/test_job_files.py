@@ -29,7 +29,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     def run(text: str, name: str = "job.yaml", **environment: str) -> tuple[int, str]:
         path = tmp_path / name
         path.write_text(text)
-        for variable in ("EP", "TP", "PR", "MODEL"):
+        for variable in ("EP", "TP", "PR", "MODEL", "X"):
             monkeypatch.delenv(variable, raising=False)
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
@@ -122,6 +122,9 @@ def test_a_file_without_megatron_is_not_judged(check: Any, text: str) -> None:
 def test_adapters_by_any_name(check: Any, text: str, status: int) -> None:
     found, said = check(f"expert_model_parallel_size: 8\n{text}")
     assert found == status and ("adapters wrap the linears" in said) == (status == REFUSED), said
+
+
+FLAGS = "torchrun train.py --expert-model-parallel-size 8"
 
 
 def test_several_models_that_train(check: Any) -> None:
@@ -477,6 +480,51 @@ def test_a_script_that_is_none_is_an_error_without_a_traceback(check: Any) -> No
     ):
         status, said = check(text, "run.sh")
         assert status == OPEN and "run.sh: " in said, (text, said)
+
+
+def test_a_flag_of_unknown_value_is_asked_for_or_does_not_matter(check: Any) -> None:
+    """Any setting that rules read. Oracle: verdicts with values for the variable."""
+    from megatron_hecate.settings import verdict
+
+    values = "true 1 2 another full e4m3 bf16_with_fp8_delayed_scaling_mixed".split()
+    for setting in verdict.READ - verdict.SWITCHES:
+        flag = f"--{setting.replace('_', '-')} $X"
+        text = f"python x.py --expert-model-parallel-size 8 {flag}\n"
+        status, said = check(text, "run.sh")
+        is_refused = any(check(text, "run.sh", X=value)[0] == REFUSED for value in values)
+        assert status == (OPEN if is_refused else ON), said
+        assert (f"X decides {setting}: give it, as in X=" in said) == is_refused, said
+
+
+@pytest.mark.parametrize(
+    ("flags", "asks"),
+    [
+        ("--fp8-format hybrid --fp8-recipe $X", "fp8_recipe"),
+        ("--fp8-format $X --fp8-recipe delayed", "fp8"),
+        ("--fp8-format hybrid --fp8-recipe mxfp8 --moe-grouped-gemm ${X}", ""),
+        ("--moe-router-dtype $X", "moe_router_dtype"),
+        ("--moe-router-dtype fp$X", "moe_router_dtype"),
+        ("--moe-router-score-function ${X}", "moe_router_score_function"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend $X", "moe_flex_dispatcher_backend"),
+        ("--moe-flex-dispatcher-backend $X", ""),
+        ("--moe-fssdp-rehome 4 --ckpt-format $X", "ckpt_format"),
+        ("--use-torch-fsdp2 --moe-router-dtype $X", "moe_router_dtype"),
+    ],
+)  # fmt: skip
+def test_a_name_that_only_a_variable_knows(check: Any, flags: str, asks: str) -> None:
+    status, said = check(f"{FLAGS} {flags}\n", "run.sh")
+    is_refused = "fsdp2" in flags
+    assert status == (REFUSED if is_refused else OPEN if asks else ON), said
+    assert f"X decides {asks}: give it, as in X=" in said if asks else "X decides" not in said
+    assert ("--moe-fssdp with" in said) == is_refused, said
+
+
+def test_a_flag_that_may_be_absent_has_one_of_megatrons_values(check: Any) -> None:
+    text = f'if [ $X ]; then\n A="%s"\nfi\n{FLAGS} $A\n'
+    assert check(text % "--moe-router-dtype fp32", "run.sh")[0] == ON
+    assert check(text % "--moe-token-dispatcher-type alltoall", "run.sh")[0] == ON
+    status, said = check(text % "--fp8-format e4m3", "run.sh")
+    assert status == OPEN and "X decides fp8: " in said
 
 
 def test_arithmetic_on_a_variable_that_names_itself(check: Any) -> None:
