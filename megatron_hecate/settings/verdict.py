@@ -37,6 +37,7 @@ HELPERS = {
     "gradient_accumulation_fusion",
     "use_transformer_engine_op_fuser",
     "mixed_precision",
+    "enable_primus_turbo",
 }
 READ = {rule.setting for rule in unsupported.RULES} | HELPERS
 # names that other programs use as well
@@ -89,6 +90,7 @@ WORST: dict[str, tuple[Any, ...]] = {
     "expert_gtp_weight_remat_size": (2,),
     "moe_fssdp_late_replicas": (1,),
     "moe_fssdp_rehome": (1,),
+    "turbo_sync_free_moe_stage": (2,),
 }
 SWITCHES = {
     rule.setting

@@ -127,6 +127,31 @@ def test_adapters_by_any_name(check: Any, text: str, status: int) -> None:
 FLAGS = "torchrun train.py --expert-model-parallel-size 8"
 
 
+@pytest.mark.parametrize(
+    ("overrides", "status"),
+    [
+        ("enable_primus_turbo: true, use_turbo_grouped_gemm: true", REFUSED),
+        ("enable_primus_turbo: true, use_turbo_deepep: true", REFUSED),
+        ("enable_primus_turbo: true, use_turbo_mega_moe: true", REFUSED),
+        ("enable_primus_turbo: true, turbo_sync_free_moe_stage: 2", REFUSED),
+        ("use_turbo_grouped_gemm: true", REFUSED),
+        ("use_turbo_deepep: '${X:true}'", REFUSED),
+        ("enable_primus_turbo: '${X}', use_turbo_deepep: true", OPEN),
+        ("enable_primus_turbo: true, use_turbo_deepep: '${X}'", OPEN),
+        ("enable_primus_turbo: true, turbo_sync_free_moe_stage: '${X}'", OPEN),
+        ("enable_primus_turbo: false, use_turbo_deepep: true, turbo_sync_free_moe_stage: 2", ON),
+        ("enable_primus_turbo: true, turbo_sync_free_moe_stage: 1, use_turbo_attention: true", ON),
+    ],
+)
+def test_primus_kernels(check: Any, overrides: str, status: int) -> None:
+    text = "modules: {pre_trainer: {framework: megatron, overrides: {%s}}}"
+    found, said = check(text % f"expert_model_parallel_size: 8, {overrides}")
+    assert found == status and ("Primus replaces" in said) == (status == REFUSED), said
+    flags = overrides.replace(": ", " ").replace(", ", " --").replace("'", "")
+    if status != OPEN:
+        assert check(f"{FLAGS} --{flags}\n", "run.sh")[0] == status
+
+
 def test_several_models_that_train(check: Any) -> None:
     text = "actor: {megatron: {expert_model_parallel_size: 8}}\ncritic: {megatron: {expert_model_parallel_size: %s}}"
     status, said = check(text % 1 + "\nuse_torch_fsdp2: false")
