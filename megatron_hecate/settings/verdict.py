@@ -11,9 +11,9 @@ from typing import Any
 
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.settings import unsupported
-from megatron_hecate.settings.files import jobs
+from megatron_hecate.settings.files import adapters, jobs
 from megatron_hecate.settings.files.flags import Perhaps
-from megatron_hecate.settings.files.setting import ADAPTERS, Setting
+from megatron_hecate.settings.files.setting import Setting
 from megatron_hecate.settings.files.shell_text import COMMAND
 
 EXPECTED = {
@@ -41,7 +41,7 @@ HELPERS = {
 }
 READ = {rule.setting for rule in unsupported.RULES} | HELPERS
 # names that other programs use as well
-COMMON = {"fp8", "fp4", "peft", "quant_recipe", "mixed_precision"}
+COMMON = {"fp8", "fp4", "peft", "quant_recipe", "mixed_precision", "modelopt_enabled"}
 # settings by which a file of Megatron is recognized: the rest of READ, and settings without a rule
 MEGATRON = (READ - COMMON) | {
     "tensor_model_parallel_size",
@@ -123,7 +123,8 @@ def find_refused(job: jobs.JobSettings) -> list[str]:
         ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range.
     """
     for setting in job.settings:
-        if setting.field in READ or set(setting.path) & set(jobs.SECTIONS):
+        is_adapters = adapters.section_of(setting) is not None
+        if setting.field in READ or (set(setting.path) & set(jobs.SECTIONS) and not is_adapters):
             _check_quotes(setting.field, setting.value)
     sources = job.sources
     sources.insert(0, _derived(unsupported.SettingSources(*sources)))
@@ -188,8 +189,14 @@ class Verdict:
         if job.is_plain:
             return lines
         names = {setting.field for setting in job.settings}
-        known = READ | MEGATRON | ADAPTERS
-        read = [str(setting) for setting in job.settings if setting.field in known]
+        if adapters.find_adapter(job.settings) is not None:
+            names.add("peft")
+        known = READ | MEGATRON
+        read = [
+            str(setting)
+            for setting in job.settings
+            if setting.field in known or adapters.may_decide(setting)
+        ]
         lines.append(f"read: {', '.join(read) or 'none of the settings that FSSDP looks at'}")
         missing = [name for name in ASKED_OFTEN if name not in names]
         others = len(READ - names - set(missing))

@@ -106,6 +106,34 @@ def test_adapters_of_experts(adapted: str) -> None:
             _forward(chunks)
 
 
+@ranks(2)
+def test_modelopt_in_experts() -> None:
+    """It gives linears another class in place: before DDP, or after it, as NeMo-RL and verl do."""
+    import tiny_gpt
+
+    def quantize(module: Any) -> None:
+        module.__class__ = type(
+            "QuantLinear", (type(module),), {"__module__": "modelopt.torch.opt.dynamic"}
+        )
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    message = r"modelopt_enabled=True: ModelOpt replaces .* a script that trains without ModelOpt"
+    for when in ("before the hook", "after the hook"):
+        chunks, _ = tiny_gpt.build(case)
+        quantize(chunks[0].decoder.layers[0].self_attention.linear_proj)
+        linear = tiny_gpt.moe_layers(chunks)[1].experts.local_experts[0].linear_fc1
+        if when == "before the hook":
+            quantize(linear)
+            with pytest.raises(ValueError, match=message):
+                tiny_gpt.fssdp_hook()(chunks)
+        else:
+            tiny_gpt.fssdp_hook()(chunks)
+            quantize(linear)
+            with pytest.raises(ValueError, match=f"FSSDP cannot run:\n  - .*{message}"):
+                _forward(chunks)
+
+
 @pytest.mark.newest
 @ranks(2)
 @pytest.mark.parametrize("setting", ["use_megatron_fsdp", "use_torch_fsdp2"])
