@@ -39,6 +39,13 @@ def _moves_scaled(setting: str) -> Callable[[SettingSources], bool]:
     return lambda settings: (settings["moe_fssdp_rehome"] or 0) > 0 and scaled(settings)
 
 
+def _replaces_experts(setting: str, *, most: int = 0) -> Callable[[SettingSources], bool]:
+    """Make a predicate: Primus' ``setting`` is above ``most``, and its kernels are not off."""
+    return lambda settings: (
+        settings["enable_primus_turbo"] is not False and (settings[setting] or 0) > most
+    )
+
+
 def _recipe(value: Any, default: str = "delayed") -> str:
     """Return the name of a recipe, in some versions an enumerator, or Megatron's ``default``."""
     return str(getattr(value, "value", value) or default)
@@ -76,6 +83,10 @@ _GRAPHS = (
     "replicas are fetched and returned between CUDA graphs of the parts attn, mamba, mlp, "
     "moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); "
     "other graphs contain the experts as well"
+)
+_PRIMUS = (
+    "Primus replaces Megatron's experts, dispatchers or MoE layers by its own, which have no "
+    "replicas"
 )
 _FP8_RECIPES = ("mxfp8", "tensorwise", "blockwise")
 WITH_SLOTS = (
@@ -311,6 +322,23 @@ JOB = (
         "use_torch_fsdp2",
         "FSDP2 owns the expert weights; use the distributed optimizer",
         prefix="dist.",
+    ),
+    *(
+        Rule(
+            name,
+            _PRIMUS,
+            unsupported=_replaces_experts(name),
+            way=f"set {name}=false or enable_primus_turbo=false",
+        )
+        for name in ("use_turbo_grouped_gemm", "use_turbo_deepep", "use_turbo_mega_moe")
+    ),
+    Rule(
+        # stage 1 replaces the router only
+        "turbo_sync_free_moe_stage",
+        _PRIMUS,
+        instead=1,
+        unsupported=_replaces_experts("turbo_sync_free_moe_stage", most=1),
+        way="set turbo_sync_free_moe_stage=1 or enable_primus_turbo=false",
     ),
     Rule(
         "modelopt_enabled",

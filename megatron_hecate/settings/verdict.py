@@ -7,13 +7,13 @@ value, such as a shell variable, counts if one of its possible values would be r
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.settings import unsupported
-from megatron_hecate.settings.files import jobs
-from megatron_hecate.settings.files.setting import ADAPTERS, Setting
+from megatron_hecate.settings.files import adapters, jobs
+from megatron_hecate.settings.files.flags import Perhaps
+from megatron_hecate.settings.files.setting import Setting
 from megatron_hecate.settings.files.shell_text import COMMAND
 
 EXPECTED = {
@@ -37,10 +37,11 @@ HELPERS = {
     "gradient_accumulation_fusion",
     "use_transformer_engine_op_fuser",
     "mixed_precision",
+    "enable_primus_turbo",
 }
 READ = {rule.setting for rule in unsupported.RULES} | HELPERS
 # names that other programs use as well
-COMMON = {"fp8", "fp4", "peft", "quant_recipe", "mixed_precision"}
+COMMON = {"fp8", "fp4", "peft", "quant_recipe", "mixed_precision", "modelopt_enabled"}
 # settings by which a file of Megatron is recognized: the rest of READ, and settings without a rule
 MEGATRON = (READ - COMMON) | {
     "tensor_model_parallel_size",
@@ -59,6 +60,8 @@ MEGATRON = (READ - COMMON) | {
 }
 EXPERT_PARALLEL = "expert_model_parallel_size"
 NO_SETTING = f"holds no setting of Megatron that is known here, such as {EXPERT_PARALLEL}"
+# supported value of each setting with a rule
+SUPPORTED = {rule.setting: rule.instead for rule in unsupported.RULES}
 # refused values of settings that are neither true nor false
 WORST: dict[str, tuple[Any, ...]] = {
     EXPERT_PARALLEL: (1,),
@@ -87,6 +90,7 @@ WORST: dict[str, tuple[Any, ...]] = {
     "expert_gtp_weight_remat_size": (2,),
     "moe_fssdp_late_replicas": (1,),
     "moe_fssdp_rehome": (1,),
+    "turbo_sync_free_moe_stage": (2,),
 }
 SWITCHES = {
     rule.setting
@@ -119,7 +123,8 @@ def find_refused(job: jobs.JobSettings) -> list[str]:
         ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range.
     """
     for setting in job.settings:
-        if setting.field in READ or set(setting.path) & set(jobs.SECTIONS):
+        is_adapters = adapters.section_of(setting) is not None
+        if setting.field in READ or (set(setting.path) & set(jobs.SECTIONS) and not is_adapters):
             _check_quotes(setting.field, setting.value)
     sources = job.sources
     sources.insert(0, _derived(unsupported.SettingSources(*sources)))
@@ -156,28 +161,19 @@ class Verdict:
             NoSettingError: for a job without any setting of Megatron.
             ValueError: for a setting of a wrong type.
         """
-        refused = find_refused(job)
+        refused, open_settings = _judge(job)
         names = {setting.field for setting in job.settings}
         if not names & MEGATRON:
             found = ", ".join(sorted(names)[:10]) or "none"
             raise NoSettingError("; ".join([NO_SETTING, f"found {found}", *_unread(job)]))
-        unresolved = {setting.name: setting for setting in job.unresolved}
-        asks = _asks(
-            {
-                name: unresolved[name].value.names
-                for name in sorted(unresolved.keys() & READ)
-                if _may_decide(job, name, refused)
-            }
-        )
-        if unsupported.SettingSources(*job.sources)[EXPERT_PARALLEL] is None:
-            if EXPERT_PARALLEL not in unresolved:
-                asks.append(
-                    f"{EXPERT_PARALLEL} was not found; "
-                    "FSSDP needs 2 or more, Megatron's default is 1"
-                )
+        asks = _asks(open_settings)
+        is_named = any(setting.name == EXPERT_PARALLEL for setting in job.unresolved)
+        if not is_named and unsupported.SettingSources(*job.sources)[EXPERT_PARALLEL] is None:
+            asks.append(
+                f"{EXPERT_PARALLEL} was not found; FSSDP needs 2 or more, Megatron's default is 1"
+            )
             # an unknown size is asked for, not refused
-            start = f"--moe-fssdp with {EXPERT_PARALLEL}="
-            refused = [line for line in refused if not line.startswith(start)]
+            refused = [line for line in refused if _refused_setting(line) != EXPERT_PARALLEL]
         return cls(job, refused, asks)
 
     @property
@@ -193,8 +189,14 @@ class Verdict:
         if job.is_plain:
             return lines
         names = {setting.field for setting in job.settings}
-        known = READ | MEGATRON | ADAPTERS
-        read = [str(setting) for setting in job.settings if setting.field in known]
+        if adapters.find_adapter(job.settings) is not None:
+            names.add("peft")
+        known = READ | MEGATRON
+        read = [
+            str(setting)
+            for setting in job.settings
+            if setting.field in known or adapters.may_decide(setting)
+        ]
         lines.append(f"read: {', '.join(read) or 'none of the settings that FSSDP looks at'}")
         missing = [name for name in ASKED_OFTEN if name not in names]
         others = len(READ - names - set(missing))
@@ -218,29 +220,56 @@ def _unread(job: jobs.JobSettings) -> list[str]:
     return notes
 
 
-def _may_decide(job: jobs.JobSettings, name: str, refused: list[str]) -> bool:
-    """Return whether some value of the unknown setting ``name`` would be refused."""
-    for value in WORST.get(name, (True, False)):
-        settings = [*job.settings, Setting((), name, value)]
-        tried = dataclasses.replace(job, settings=settings)
-        if set(find_refused(tried)) - set(refused):
-            return True
-    return False
+def _judge(job: jobs.JobSettings) -> tuple[list[str], list[Setting]]:
+    """Return lines about settings that are refused for certain, and settings that may decide.
 
-
-def _asks(variables: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return one line for each variable that settings depend on.
-
-    Args:
-        variables: names of variables by setting.
+    A setting of unknown value may decide if one of its values adds or removes a refusal.
     """
+    refused = find_refused(job)
+    certain = {_refused_setting(line) for line in refused}
+    known = frozenset(certain)
+    may_decide: list[Setting] = []
+    for unknown in sorted(job.unresolved, key=lambda setting: setting.name):
+        if unknown.name not in READ:
+            continue
+        for value in _possible_values(unknown):
+            settings = [*job.settings, Setting((), unknown.name, value)]
+            tried = find_refused(dataclasses.replace(job, settings=settings))
+            names = {_refused_setting(line) for line in tried}
+            certain &= names
+            if names != known and unknown not in may_decide:
+                may_decide.append(unknown)
+    return [line for line in refused if _refused_setting(line) in certain], may_decide
+
+
+def _possible_values(unknown: Setting) -> tuple[Any, ...]:
+    """Return values that a setting of unknown value may have, refused and supported ones."""
+    supported = SUPPORTED.get(unknown.name)
+    if unknown.name not in WORST and not isinstance(supported, str):
+        return (True, False)
+    values = (supported, *WORST.get(unknown.name, ()))
+    # a flag that may be absent has a value in the script, so its value is one of Megatron's
+    if isinstance(supported, str) and not isinstance(unknown.value, Perhaps):
+        values += ("another",)
+    return values
+
+
+def _refused_setting(line: str) -> str:
+    """Return the setting that a line of `unsupported.find` is about."""
+    return line.removeprefix("--moe-fssdp with ").partition("=")[0]
+
+
+def _asks(settings: list[Setting]) -> list[str]:
+    """Return one line for each variable that ``settings`` of unknown value depend on."""
     decides: dict[str, list[str]] = {}
-    for setting, names in variables.items():
-        for name in names:
-            decides.setdefault(name, []).append(setting)
+    for setting in settings:
+        for name in setting.value.names:
+            decided = decides.setdefault(name, [])
+            if setting.name not in decided:
+                decided.append(setting.name)
     lines = []
-    for name, settings in decides.items():
-        decided = ", ".join(settings)
+    for name, fields in decides.items():
+        decided = ", ".join(fields)
         if name == COMMAND:
             lines.append(f"the output of a command decides {decided}")
         elif name.isidentifier():

@@ -78,7 +78,8 @@ def of_job() -> dict[str, Any]:
     """
     training = sys.modules.get("megatron.training.global_vars")
     args = getattr(training, "_GLOBAL_ARGS", None)
-    found = {rule.setting: getattr(args, rule.setting, None) for rule in unsupported.JOB}
+    names = [rule.setting for rule in unsupported.JOB] + ["enable_primus_turbo"]
+    found = {name: getattr(args, name, None) for name in names}
     frame = sys._getframe(1)
     while frame is not None:
         for name in {"use_megatron_fsdp", "use_torch_fsdp2"}.intersection(frame.f_code.co_varnames):

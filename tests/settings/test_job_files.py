@@ -29,7 +29,7 @@ def check(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.Mon
     def run(text: str, name: str = "job.yaml", **environment: str) -> tuple[int, str]:
         path = tmp_path / name
         path.write_text(text)
-        for variable in ("EP", "TP", "PR", "MODEL"):
+        for variable in ("EP", "TP", "PR", "MODEL", "X"):
             monkeypatch.delenv(variable, raising=False)
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
@@ -122,6 +122,156 @@ def test_a_file_without_megatron_is_not_judged(check: Any, text: str) -> None:
 def test_adapters_by_any_name(check: Any, text: str, status: int) -> None:
     found, said = check(f"expert_model_parallel_size: 8\n{text}")
     assert found == status and ("adapters wrap the linears" in said) == (status == REFUSED), said
+
+
+VERL = (
+    "python3 -m verl.trainer.main_ppo actor_rollout_ref.actor.megatron.expert_model_parallel_size=4"
+)
+NEMO_RL = "uv run examples/run_grpo.py policy.megatron_cfg.expert_model_parallel_size=8"
+BRIDGE = "python scripts/training/run_recipe.py model.expert_model_parallel_size=4"
+FLAGS = "torchrun train.py --expert-model-parallel-size 8"
+NO_RECIPE = "--recipe qwen3_30b_a3b_sft_config"
+
+
+@pytest.mark.parametrize(
+    ("command", "status"),
+    [
+        (f"{VERL} actor_rollout_ref.model.lora.rank=32", REFUSED),
+        (f"{VERL} +actor_rollout_ref.model.lora.rank=16 actor_rollout_ref.model.lora.type=dora", REFUSED),
+        (f"{VERL} actor_rollout_ref.model.lora.rank=0 actor_rollout_ref.model.lora.type=lora", ON),
+        (f"{VERL} actor_rollout_ref.model.lora.rank=null actor_rollout_ref.model.lora.dtype=None", ON),
+        (f"{VERL} actor_rollout_ref.model.lora_rank=16", REFUSED),
+        (f"{VERL} actor_rollout_ref.model.lora_rank=0 actor_rollout_ref.model.lora_alpha=16", ON),
+        (f"{VERL} actor_rollout_ref.rollout.lora.rank=32", ON),
+        (f"{VERL} critic.enable=False critic.model.lora.rank=8", ON),
+        (f"{VERL} actor_rollout_ref.model.lora.rank=$X", OPEN),
+        (f"{VERL} actor_rollout_ref.model.lora.rank=0 actor_rollout_ref.model.lora.type=$X", ON),
+        (f"{NEMO_RL} policy.megatron_cfg.peft.enabled=true policy.megatron_cfg.peft.dim=32", REFUSED),
+        (f"{NEMO_RL} ++policy.megatron_cfg.peft.enabled=True", REFUSED),
+        (f"{NEMO_RL} policy.megatron_cfg.peft.enabled=false policy.megatron_cfg.peft.dim=32", ON),
+        (f"{NEMO_RL} policy.megatron_cfg.peft.enabled=$X policy.megatron_cfg.peft.dim=32", OPEN),
+        (f"{NEMO_RL} policy.dtensor_cfg.lora_cfg.enabled=true", ON),
+        (f"{BRIDGE} --recipe glm_45v_peft_config --mode lora", REFUSED),
+        (f"{BRIDGE} --recipe glm_45v_peft_config", REFUSED),
+        (f"{BRIDGE} --recipe qwen3_30b_a3b_peft_8gpu_h100_bf16_config", REFUSED),
+        (f"{BRIDGE} --recipe $X_lora_config", OPEN),  # bash: the variable X_lora_config
+        (f"{BRIDGE} --recipe ${{X}}_lora_config", REFUSED),
+        (f"{BRIDGE} --model qwen3_30b_a3b --mode dora", REFUSED),
+        (f"{BRIDGE} --peft_scheme lora {NO_RECIPE}", REFUSED),
+        (f"{BRIDGE} --peft lora {NO_RECIPE}", REFUSED),
+        (f"{BRIDGE} --peft none {NO_RECIPE} --mode sft", ON),
+        (f"{BRIDGE} --mode $X {NO_RECIPE}", ON),
+        (f"{BRIDGE} --mode pretrain --recipe $X", ON),
+        (f"{BRIDGE} --recipe ${{X}}_pretrain_config", ON),
+        (f"{BRIDGE} --mode $X --model qwen3_30b_a3b", OPEN),
+        (f"{BRIDGE} --recipe $X", OPEN),
+        (f"{BRIDGE} trainer.mode=$X {NO_RECIPE}", ON),
+        (f"{FLAGS} --lora-alpha 32 --lora-dim 16", REFUSED),
+        (f"{FLAGS} --lora-dim $X", OPEN),
+        (f"{FLAGS} --lora-rank 32 --target-modules all-linear", REFUSED),
+        (f"{FLAGS} --lora-rank 0", ON),
+        (f"{FLAGS} --lora-rank 0 --lora-adapter-path adapter", REFUSED),
+        (f"{FLAGS} --lora-rank $X", OPEN),
+        (f"{FLAGS} --q-lora-rank 1536 --kv-lora-rank 512", ON),
+        (f"{FLAGS} --train_type lora", REFUSED),
+        (f"{FLAGS} --tuner_type lora_llm", REFUSED),
+        (f"{FLAGS} --tuner_type $X --lora_rank 8", OPEN),
+        (f"{FLAGS} --tuner_type full --lora_rank $X", ON),
+        (f"{FLAGS} --use-lora", REFUSED),
+        (f"{FLAGS} --use_lora false --lora_rank 8", ON),
+    ],
+)  # fmt: skip
+def test_adapters_on_a_command_line(check: Any, command: str, status: int) -> None:
+    """verl, NeMo-RL, Megatron-Bridge, LoongForge, miles, ms-swift; $X has no value."""
+    found, said = check(f"{command}\n", "run.sh")
+    assert found == status, said
+    assert ("peft='" in said and "adapters wrap" in said) == (status == REFUSED), said
+    assert (" decides peft: give it, as in X" in said) == (status == OPEN), said
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("actor_rollout_ref: {model: {lora: {type: lora, rank: 32}}, actor: {megatron: {%s}}}", REFUSED),
+        ("actor_rollout_ref: {model: {lora: {type: lora, rank: 0, merge: false}}, actor: {megatron: {%s}}}", ON),
+        ("policy: {megatron_cfg: {%s, peft: {enabled: true, dim: 8}}}", REFUSED),
+        ("policy: {megatron_cfg: {%s, peft: {enabled: '${X:false}', dim: 8}}}", ON),
+        ("policy: {megatron_cfg: {%s, peft: {enabled: '${X}', dim: 8}}}", OPEN),
+        ("policy.megatron_cfg: {%s, peft.enabled: true}", REFUSED),
+        ("actor_train: {model_args: {lora_target: all-linear, lora_rank: 8}, strategy_args: {%s}}", REFUSED),
+        ("actor_train: {model_args: {lora_target: null}, strategy_args: {%s}}", ON),
+        ("{%s, peft_config: {lora_alpha: 32}}", REFUSED),
+        ("{%s, lora: {}}", ON),
+        ("{%s, recipe: glm_45v_peft_config}", REFUSED),
+        ("{%s, fp8_cfg: {recipe: '${X}'}}", ON),
+    ],
+)  # fmt: skip
+def test_adapters_where_frameworks_keep_them(check: Any, text: str, status: int) -> None:
+    found, said = check(text % "expert_model_parallel_size: 8")
+    assert found == status and ("adapters wrap" in said) == (status == REFUSED), said
+    assert ("X decides peft: " in said) == (status == OPEN), said
+
+
+def test_adapters_of_one_model_are_not_the_others(check: Any) -> None:
+    text = f"{VERL} critic.megatron.expert_model_parallel_size=4 %s.model.lora.rank=8\n"
+    for of, refused, other in (
+        ("actor_rollout_ref", "command 1, actor", "command 2, critic"),
+        ("critic", "command 2, critic", "command 1, actor"),
+    ):
+        status, said = check(text % of, "run.sh")
+        assert status == REFUSED and f"refused {refused}: " in said and f"on {other}\n" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ("policy: {quant_cfg: examples/modelopt/nvfp4.yaml, megatron_cfg: {%s}}", REFUSED),
+        ("policy: {quant_cfg: null, megatron_cfg: {%s}}", ON),
+        ("policy: {quant_cfg: '${X}', megatron_cfg: {%s}}", OPEN),
+        ("policy: {megatron_cfg: {%s}, generation: {quant_cfg: NVFP4_DEFAULT_CFG}}", ON),
+        ("{policy: {megatron_cfg: {%s}}, teacher: {quant_cfg: NVFP4_DEFAULT_CFG}}", ON),
+        ("actor_rollout_ref: {actor: {megatron: {%s, qat: {enable: true, mode: w4a16}}}}", REFUSED),
+        ("actor_rollout_ref: {actor: {megatron: {%s, qat: {enable: false, mode: w4a16}}}}", ON),
+        (f"{NEMO_RL} policy.quant_cfg=NVFP4_DEFAULT_CFG", REFUSED),
+        (f"{NEMO_RL} policy.quant_cfg=$X policy.generation.quant_cfg=$X", OPEN),
+        (f"{VERL} actor_rollout_ref.actor.megatron.qat.enable=True", REFUSED),
+        (f"{VERL} actor_rollout_ref.actor.megatron.qat.enable=False", ON),
+    ],
+)
+def test_modelopt_by_other_names(check: Any, text: str, status: int) -> None:
+    """NeMo-RL's and verl's; what only generates is quantized as it likes."""
+    is_script = "%s" not in text
+    found, said = (
+        check(text, "run.sh") if is_script else check(text % "expert_model_parallel_size: 8")
+    )
+    assert found == status, said
+    assert ("modelopt_enabled=True: ModelOpt replaces" in said) == (status == REFUSED), said
+    assert ("X decides modelopt_enabled: " in said) == (status == OPEN), said
+
+
+@pytest.mark.parametrize(
+    ("overrides", "status"),
+    [
+        ("enable_primus_turbo: true, use_turbo_grouped_gemm: true", REFUSED),
+        ("enable_primus_turbo: true, use_turbo_deepep: true", REFUSED),
+        ("enable_primus_turbo: true, use_turbo_mega_moe: true", REFUSED),
+        ("enable_primus_turbo: true, turbo_sync_free_moe_stage: 2", REFUSED),
+        ("use_turbo_grouped_gemm: true", REFUSED),
+        ("use_turbo_deepep: '${X:true}'", REFUSED),
+        ("enable_primus_turbo: '${X}', use_turbo_deepep: true", OPEN),
+        ("enable_primus_turbo: true, use_turbo_deepep: '${X}'", OPEN),
+        ("enable_primus_turbo: true, turbo_sync_free_moe_stage: '${X}'", OPEN),
+        ("enable_primus_turbo: false, use_turbo_deepep: true, turbo_sync_free_moe_stage: 2", ON),
+        ("enable_primus_turbo: true, turbo_sync_free_moe_stage: 1, use_turbo_attention: true", ON),
+    ],
+)
+def test_primus_kernels(check: Any, overrides: str, status: int) -> None:
+    text = "modules: {pre_trainer: {framework: megatron, overrides: {%s}}}"
+    found, said = check(text % f"expert_model_parallel_size: 8, {overrides}")
+    assert found == status and ("Primus replaces" in said) == (status == REFUSED), said
+    flags = overrides.replace(": ", " ").replace(", ", " --").replace("'", "")
+    if status != OPEN:
+        assert check(f"{FLAGS} --{flags}\n", "run.sh")[0] == status
 
 
 def test_several_models_that_train(check: Any) -> None:
@@ -477,6 +627,57 @@ def test_a_script_that_is_none_is_an_error_without_a_traceback(check: Any) -> No
     ):
         status, said = check(text, "run.sh")
         assert status == OPEN and "run.sh: " in said, (text, said)
+
+
+def test_a_flag_of_unknown_value_is_asked_for_or_does_not_matter(check: Any) -> None:
+    """Any setting that rules read. Oracle: verdicts with values for the variable."""
+    from megatron_hecate.settings import verdict
+
+    values = "true 1 2 another full e4m3 bf16_with_fp8_delayed_scaling_mixed".split()
+    for setting in verdict.READ - verdict.SWITCHES:
+        flag = f"--{setting.replace('_', '-')} $X"
+        text = f"python x.py --expert-model-parallel-size 8 {flag}\n"
+        status, said = check(text, "run.sh")
+        is_refused = any(check(text, "run.sh", X=value)[0] == REFUSED for value in values)
+        assert status == (OPEN if is_refused else ON), said
+        assert (f"X decides {setting}: give it, as in X=" in said) == is_refused, said
+
+
+@pytest.mark.parametrize(
+    ("flags", "asks"),
+    [
+        ("--fp8-format hybrid --fp8-recipe $X", "fp8_recipe"),
+        ("--fp8-format $X --fp8-recipe delayed", "fp8"),
+        ("--fp8-format hybrid --fp8-recipe mxfp8 --moe-grouped-gemm ${X}", ""),
+        ("--moe-router-dtype $X", "moe_router_dtype"),
+        ("--moe-router-dtype fp$X", "moe_router_dtype"),
+        ("--moe-router-score-function ${X}", "moe_router_score_function"),
+        ("--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend $X", "moe_flex_dispatcher_backend"),
+        ("--moe-flex-dispatcher-backend $X", ""),
+        ("--moe-fssdp-rehome 4 --ckpt-format $X", "ckpt_format"),
+        ("--use-torch-fsdp2 --moe-router-dtype $X", "moe_router_dtype"),
+    ],
+)  # fmt: skip
+def test_a_name_that_only_a_variable_knows(check: Any, flags: str, asks: str) -> None:
+    status, said = check(f"{FLAGS} {flags}\n", "run.sh")
+    is_refused = "fsdp2" in flags
+    assert status == (REFUSED if is_refused else OPEN if asks else ON), said
+    assert f"X decides {asks}: give it, as in X=" in said if asks else "X decides" not in said
+    assert ("--moe-fssdp with" in said) == is_refused, said
+
+
+def test_a_flag_that_may_be_absent_has_one_of_megatrons_values(check: Any) -> None:
+    text = f'if [ $X ]; then\n A="%s"\nfi\n{FLAGS} $A\n'
+    assert check(text % "--moe-router-dtype fp32", "run.sh")[0] == ON
+    assert check(text % "--moe-token-dispatcher-type alltoall", "run.sh")[0] == ON
+    status, said = check(text % "--fp8-format e4m3", "run.sh")
+    assert status == OPEN and "X decides fp8: " in said
+
+
+def test_a_recipe_or_configuration_that_is_not_read_is_named(check: Any) -> None:
+    for flag in ("--recipe qwen3_sft_config", "--config a/grpo.yaml", "--config-file $X"):
+        said = check(f"{FLAGS} {flag}\n", "run.sh")[1]
+        assert f"files that were not read: {flag.split()[1]}\n" in said, said
 
 
 def test_arithmetic_on_a_variable_that_names_itself(check: Any) -> None:

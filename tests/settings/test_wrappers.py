@@ -106,6 +106,34 @@ def test_adapters_of_experts(adapted: str) -> None:
             _forward(chunks)
 
 
+@ranks(2)
+def test_modelopt_in_experts() -> None:
+    """It gives linears another class in place: before DDP, or after it, as NeMo-RL and verl do."""
+    import tiny_gpt
+
+    def quantize(module: Any) -> None:
+        module.__class__ = type(
+            "QuantLinear", (type(module),), {"__module__": "modelopt.torch.opt.dynamic"}
+        )
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    message = r"modelopt_enabled=True: ModelOpt replaces .* a script that trains without ModelOpt"
+    for when in ("before the hook", "after the hook"):
+        chunks, _ = tiny_gpt.build(case)
+        quantize(chunks[0].decoder.layers[0].self_attention.linear_proj)
+        linear = tiny_gpt.moe_layers(chunks)[1].experts.local_experts[0].linear_fc1
+        if when == "before the hook":
+            quantize(linear)
+            with pytest.raises(ValueError, match=message):
+                tiny_gpt.fssdp_hook()(chunks)
+        else:
+            tiny_gpt.fssdp_hook()(chunks)
+            quantize(linear)
+            with pytest.raises(ValueError, match=f"FSSDP cannot run:\n  - .*{message}"):
+                _forward(chunks)
+
+
 @pytest.mark.newest
 @ranks(2)
 @pytest.mark.parametrize("setting", ["use_megatron_fsdp", "use_torch_fsdp2"])
@@ -161,6 +189,35 @@ def test_the_hook_by_hand_in_a_job_with_arguments() -> None:
         assert f"  - --moe-fssdp with {problem}: " in str(error.value), (
             "one message lists model and job"
         )
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_primus_kernels_are_refused_by_their_settings() -> None:
+    """Which are among Megatron's arguments, and mean nothing without ``enable_primus_turbo``.
+
+    Stage 1 stands for a router that FSSDP converts.
+    """
+    import tiny_gpt
+    from megatron.training import global_vars
+
+    chunks, _ = _stock_model()
+    names = ("use_turbo_grouped_gemm", "use_turbo_deepep", "use_turbo_mega_moe")
+    turbo = dict.fromkeys(names, True) | {"turbo_sync_free_moe_stage": 2}
+    global_vars._GLOBAL_ARGS = SimpleNamespace(enable_primus_turbo=True, **turbo)
+    with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    for name, value in turbo.items():
+        (line,) = (line for line in str(error.value).splitlines() if f" {name}={value}: " in line)
+        instead = "1" if "stage" in name else "false"
+        assert line.endswith(f"set {name}={instead} or enable_primus_turbo=false")
+    global_vars._GLOBAL_ARGS = SimpleNamespace(
+        enable_primus_turbo=True, turbo_sync_free_moe_stage=1, use_turbo_deepep=False
+    )
+    tiny_gpt.fssdp_hook()(chunks)
+    chunks, _ = tiny_gpt.build(tiny_gpt.Case())
+    global_vars._GLOBAL_ARGS = SimpleNamespace(enable_primus_turbo=False, **turbo)
+    tiny_gpt.fssdp_hook()(chunks)
 
 
 @ranks(2)

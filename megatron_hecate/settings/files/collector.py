@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron_hecate.settings.files.flags import flags_of, split_words
-from megatron_hecate.settings.files.setting import ADAPTER_MAPS, Setting, field_of
+from megatron_hecate.settings.files.setting import Setting, field_of
 from megatron_hecate.settings.files.variables import REFERENCE, Resolver, Unresolved
 
 ENVIRONMENTS = {"env_vars", "envs", "system_envs", "runtime_env"}
@@ -114,8 +114,6 @@ class Collector:
             # the record of a recipe in this project's tests: its values are Python literals
             for field, text in value.items():
                 yield Setting(path, field, _literal(text))
-        elif name in ADAPTER_MAPS:
-            yield Setting(path, name, dict(value))
         else:
             yield from self.settings(value, (*path, name))
 
@@ -179,7 +177,7 @@ def value_of_flag(name: str, value: Any) -> Any:
         values = [value_of_flag(name, item) for item in value]
         # with one name unknown, the list is unknown
         return next((item for item in values if isinstance(item, Unresolved)), values)
-    if value == "none" and name in ("fp8", "fp4"):
+    if value == "none" and name in ("fp8", "fp4", "peft"):
         return None
     if isinstance(value, str):
         return scalar(value)

@@ -10,19 +10,19 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
+from megatron_hecate.settings.files.adapters import find_adapter
 from megatron_hecate.settings.files.collector import Collector, value_of_flag
 from megatron_hecate.settings.files.launch_script import CommandLine, LaunchScript
-from megatron_hecate.settings.files.setting import (
-    ADAPTER_NAMES,
-    ADAPTER_RANKS,
-    Setting,
-    field_of,
-)
+from megatron_hecate.settings.files.setting import Setting, field_of
 from megatron_hecate.settings.files.variables import REFERENCE, Unresolved
 
 # sections of Bridge's configuration, and of Megatron's functional tests
 SECTIONS = ("model", "transformer", "mixed_precision", "ddp", "dist", "MODEL_ARGS")
-ROLES = ("actor", "actor_train", "critic", "policy", "value", "student")
+ROLES = {role: role for role in ("actor", "actor_train", "critic", "policy", "value", "student")}
+# verl keeps the model of actor, rollout and reference here
+ROLES["actor_rollout_ref"] = "actor"
+# flags that name a set of further settings
+INCLUDES = {"recipe", "config", "config_file", "config_name", "yaml_cfg"}
 
 
 @dataclasses.dataclass
@@ -54,20 +54,21 @@ class JobSettings:
         # Bridge overwrites fields of the model by mixed precision, so it takes precedence
         known.sort(key=lambda setting: not _is_of_mixed_precision(setting))
         found = [setting.as_fields() for setting in known]
-        names_adapter = any(setting.name in ADAPTER_NAMES for setting in known)
-        for setting in known:
-            # the name of the kind of training decides; the rank of an unused adapter does not
-            if names_adapter and setting.name in ADAPTER_RANKS:
-                continue
-            found += [{"peft": adapter} for adapter in setting.adapters()]
+        adapter = find_adapter(self.settings)
+        if adapter is not None and not isinstance(adapter.value, Unresolved):
+            found.append({"peft": str(adapter)})
         return found
 
     @property
     def unresolved(self) -> list[Setting]:
         """Settings of unknown value, under the names of Megatron's fields."""
+        adapter = find_adapter(self.settings)
+        named = [(setting.field, setting) for setting in self.settings]
+        if adapter is not None:
+            named.append(("peft", adapter))
         return [
-            dataclasses.replace(setting, name=setting.field)
-            for setting in self.settings
+            Setting((), name, setting.value)
+            for name, setting in named
             if isinstance(setting.value, Unresolved)
         ]
 
@@ -108,11 +109,13 @@ def of_script(
             continue
         collector = Collector({}, environment)
         kept = [setting for setting in settings if not collector.is_idle(setting.path)]
+        kept = _without_disabled(kept, collector.left_out)
+        included = [str(s.value) for s in kept if s.name in INCLUDES and not s.path]
         job = JobSettings(
             "",
             [],
             left_out=collector.left_out,
-            other_files=list(script.sourced),
+            other_files=[*script.sourced, *included],
             unknown=list(command.unknown),
             is_plain=False,
         )
@@ -142,12 +145,26 @@ def _settings_of(command: CommandLine, switches: Set[str]) -> list[Setting]:
     return list(last.values())
 
 
+def _without_disabled(settings: list[Setting], left_out: list[str]) -> list[Setting]:
+    """Return ``settings`` without sections that an override disables; append to ``left_out``."""
+    disabled = {}
+    for setting in settings:
+        if setting.path and setting.name in ("enabled", "enable") and setting.value is False:
+            disabled[setting.path] = f"{'.'.join(setting.path)} ({setting.name}: false)"
+    left_out += disabled.values()
+    return [
+        setting
+        for setting in settings
+        if not any(setting.path[: len(section)] == section for section in disabled)
+    ]
+
+
 def _by_role(settings: list[Setting], job: JobSettings) -> list[JobSettings]:
     """Split ``settings`` into jobs by the roles in their paths; all jobs share the rest."""
     shared: list[Setting] = []
     own: dict[str, list[Setting]] = {}
     for setting in settings:
-        role = next((part for part in setting.path if part in ROLES), None)
+        role = next((ROLES[part] for part in setting.path if part in ROLES), None)
         if role is None:
             shared.append(setting)
         else:
