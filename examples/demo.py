@@ -1,7 +1,7 @@
 """Train a small MoE GPT on real text, with stock Megatron and with FSSDP, and compare.
 
-    make demo                      text: the standard library of the running Python
-    make demo DATA=~/some/folder   any folder with text or source code
+    make demo                      # text: the standard library of the running Python
+    make demo DATA=~/some/folder   # any folder with text or source code
 
 First with uneven routing (a constant is added to the router's logits of some experts), then with
 balanced routing. Both jobs take turns, a few steps each, so that other load on the machine slows

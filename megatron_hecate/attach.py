@@ -86,6 +86,7 @@ def attach(
     states: list[LayerState],
     listeners: list[Callable[[], None]],
     homes_group: dist.ProcessGroup | None,
+    folder: str | None,
 ) -> None:
     """Convert all layers of ``model``; an exception undoes every change.
 
@@ -94,6 +95,7 @@ def attach(
         states: state of each layer.
         listeners: callbacks for the beginning of an iteration.
         homes_group: group in which experts change homes; ``None`` without rehoming.
+        folder: folder of the record, if there is one.
     """
     prefetcher = Prefetcher(states, model.chunk_of)
     tracker = prefetcher.tracker
@@ -103,6 +105,7 @@ def attach(
     prefetcher.monitor.recorder = LayerRecorder(
         states,
         prefetcher.meter,
+        folder=folder,
         chunk_of=model.chunk_of,
         collect=prefetcher.monitor.collect_ready,
         microbatches=lambda: tracker.microbatches or 1,
@@ -116,8 +119,7 @@ def attach(
         tracker.listeners.append(prefetcher.returns.data_parallel.begin_iteration)
         for layer, state in zip(model.layers, states, strict=True):
             _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
-            block = block_of.get(id(layer))
-            if block is not None:
+            if (block := block_of.get(id(layer))) is not None:
                 _attach_block(undo, block, layer)
             if state.always_physical:
                 _assign(undo, layer, token_dispatcher=state.physical_dispatcher)

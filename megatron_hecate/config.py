@@ -227,6 +227,13 @@ class HecateConfig:
             yield f"rehome={self.rehome} moves experts, which observe=True leaves where they are"
 
     @property
+    def folder(self) -> str | None:
+        """Folder of the record and of traces; ``None`` if there are neither."""
+        if self.record is None and (self.observe or self.trace is not None):
+            return OBSERVED
+        return self.record
+
+    @property
     def traced(self) -> tuple[int, int] | None:
         """First and last iteration of ``trace``; ``None`` without one.
 

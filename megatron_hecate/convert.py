@@ -18,6 +18,7 @@ from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.job import watchdog
 from megatron_hecate.job.agreement import Note, refuse
+from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.job.device import device_of_rank, on_gpus
 from megatron_hecate.job.groups import connected_group
 from megatron_hecate.job.nccl import follow_job_timeout
@@ -114,8 +115,9 @@ def _convert(model: Model, config: HecateConfig) -> None:
     connection.choose_copy_engines(by_engines)
     resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
     watchdog.watch(groups, timeout=config.timeout, events=config.record)
+    folder = config.folder and Attempt.current().folder_of_model(config.folder)
     # also on ranks without MoE layers, because tracing compares the clocks of all ranks
-    listeners = [*tracing.listeners(config), follow_job_timeout]
+    listeners = [*tracing.listeners(config, folder), follow_job_timeout]
     homes_group = _homes_group(groups, config) if config.rehome else None
     if parts:
         states: list[LayerState] = []
@@ -123,12 +125,15 @@ def _convert(model: Model, config: HecateConfig) -> None:
             world = World(connection.nodes[part.ranks], speeds)
             transport = connection.transports[part.ranks]
             states.append(LayerState(part, index, resolved, world=world, transport=transport))
-        attach(model, states, listeners, homes_group)
+        attach(model, states, listeners, homes_group, folder)
     else:
         JobMetrics(())
     note_run(model.chunks, observing=False)
     if dist.get_rank() == 0:
         _print_summary(notes, resolved, speeds, connection)
+        if folder != config.folder:
+            text = f"another model has {config.folder}; the folder of this one is {folder}"
+            print(f"FSSDP: {text}", flush=True)
 
 
 def _note(

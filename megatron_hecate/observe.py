@@ -27,9 +27,10 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 
-from megatron_hecate.config import OBSERVED, HecateConfig
+from megatron_hecate.config import HecateConfig
 from megatron_hecate.job import watchdog
 from megatron_hecate.job.agreement import Note
+from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.job.problems import collect
 from megatron_hecate.job.watchdog import here
@@ -72,23 +73,24 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
         settings={**dataclasses.asdict(config), "speeds": ""}, layers=names, problems=problems
     )
     _, notes = note.agree(timeout=config.timeout)
+    folder = Attempt.current().folder_of_model(config.folder)
     refused = ""
     # An exception of one rank from here on would leave the others waiting, too.
     with collect(problems):
         if layers:
-            observer = _Observer(layers, names, speeds=speeds, config=config)
+            observer = _Observer(layers, names, speeds=speeds, folder=folder)
             for index, (layer, name) in enumerate(zip(layers, names, strict=True)):
                 _attach(layer, name, counts=observer.counts.of_layer(index), observer=observer)
             refused = observer.stage.refused
         else:
             JobMetrics(())
         watched = [_ranks_in_step(layers[0])] if layers else []
-        watchdog.watch(watched, timeout=config.timeout, events=config.record or OBSERVED)
+        watchdog.watch(watched, timeout=config.timeout, events=config.folder)
         note_run(chunks, observing=True)
     note = Note(layers=names, summary=refused, problems=problems)
     _, refusals = note.agree(timeout=config.timeout)
     if dist.get_rank() == 0:
-        _print_summary(notes, refusals, config.record or OBSERVED)
+        _print_summary(notes, refusals, folder)
     return chunks
 
 
@@ -231,11 +233,11 @@ class _Observer:
         layers: unconverted MoE layers of Megatron.
         names: name of each layer.
         speeds: speeds of the cost model for lost time.
-        config: settings, with the folder of the record.
+        folder: folder of the record.
     """
 
     def __init__(
-        self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, config: HecateConfig
+        self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, folder: str
     ) -> None:
         first = layers[0]
         self._group = first.token_dispatcher.tp_ep_group
@@ -269,9 +271,7 @@ class _Observer:
             memory=stock_memory(first, shape, len(layers)).for_record(model, "iteration"),
             job=job_sizes(model),
         )
-        self.stage = StageRecorder(
-            info, config.record or OBSERVED, group=self._group, collect=self.collect
-        )
+        self.stage = StageRecorder(info, folder, group=self._group, collect=self.collect)
         self._token_ms = 1e3 * shape.token_seconds(world)
         # iteration, unix time of its end, and sum of its counts
         self._sums: deque[tuple[int, float, GroupSum]] = deque()

@@ -18,6 +18,7 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -72,6 +73,14 @@ class Attempt:
         """
         self._counts[what] += 1
         return self._counts[what]
+
+    def folder_of_model(self, folder: str) -> str:
+        """Return the folder of the next model's files: ``folder``, or a subfolder from the second.
+
+        Models of one attempt may run at the same time. All ranks call it, once per model.
+        """
+        number = self.count(f"folder {Path(folder).absolute()}")
+        return folder if number == 1 else str(Path(folder, f"model-{number}"))
 
     def at_end(self, method: Callable[[], None]) -> None:
         """Register a bound ``method`` for the end of the attempt.

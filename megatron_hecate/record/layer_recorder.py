@@ -35,6 +35,7 @@ class LayerRecorder:
     Args:
         states: states of the stage's layers.
         meter: measured times of copies and of the compute that hides copies.
+        folder: folder of the record, if the configuration asks for one.
         chunk_of: model chunk of each layer.
         collect: see `StageRecorder`.
         microbatches: returns the number of microbatches of the last iteration.
@@ -45,6 +46,7 @@ class LayerRecorder:
         states: Sequence[LayerState],
         meter: OverlapMeter,
         *,
+        folder: str | None,
         chunk_of: Sequence[int],
         collect: Callable[[], bool],
         microbatches: Callable[[], int],
@@ -89,9 +91,8 @@ class LayerRecorder:
         # Placements without and with late replicas of the iteration whose loads are being summed.
         self._placed: list[tuple[Placement, Placement]] = []
         info = _describe_stage(states, chunk_of)
-        self.stage = StageRecorder(
-            info, config.record, group=first.rerouter.sources, collect=collect
-        )
+        recorded = None if config.record is None else folder
+        self.stage = StageRecorder(info, recorded, group=first.rerouter.sources, collect=collect)
         self._metrics = StageMetrics(states, info, microbatches)
         self._iteration = 0
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate import trace
-from megatron_hecate.config import OBSERVED, HecateConfig
+from megatron_hecate.config import HecateConfig
 from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.record import telemetry
@@ -22,13 +22,14 @@ from megatron_hecate.record import telemetry
 PINGS: int = 8
 
 
-def listeners(config: HecateConfig) -> list[Callable[[], None]]:
+def listeners(config: HecateConfig, folder: str | None) -> list[Callable[[], None]]:
     """Create the listeners to call at the beginning of an iteration.
 
     Collective if iterations are traced into files: compares clocks.
 
     Args:
         config: the settings, with the traced iterations.
+        folder: folder of the traces; ``None`` only without traced iterations.
 
     Raises:
         TimeoutError: when a rank does not take part in time.
@@ -46,9 +47,8 @@ def listeners(config: HecateConfig) -> list[Callable[[], None]]:
     now = datetime.now(UTC).isoformat()
     # All ranks use the time stamp of the first rank that arrives.
     job = store.compare_set("job", "", now).decode()
-    traced = trace.Iterations(
-        config.traced, config.record or OBSERVED, rank=rank, shift=shift, job=job
-    )
+    assert folder is not None
+    traced = trace.Iterations(config.traced, folder, rank=rank, shift=shift, job=job)
     # Only one recorder can run in a process, and the next attempt has its own.
     attempt.at_end(traced.close)
     return [*exported, lambda: traced.begin(running_iteration())]

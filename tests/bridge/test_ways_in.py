@@ -65,6 +65,21 @@ def test_launcher_overrides_and_example_train_as_stock() -> None:
             assert losses(log) == pytest.approx(losses(stock), rel=1e-5), arguments
 
 
+@ranks(2)
+def test_the_lines_of_the_readme_train_as_stock() -> None:
+    from bridge_on_cpu import recipe
+    from snippets import block
+
+    runs = [train(recipe())]
+    names = {"cfg": recipe(), "forward_step": None}
+    names["pretrain"] = lambda cfg, _, callbacks: runs.append(train(cfg, *callbacks))
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(block("README.md", 6), names)
+    runs[1].assert_same(runs[0])
+    if int(os.environ["RANK"]) == 0:
+        assert "FSSDP on: 2 MoE layers, 8 experts over 2 ranks, 2 slots" in said.getvalue()
+
+
 @ranks(1, preload=None)
 def test_the_launcher_waits_for_a_script_to_import_bridge() -> None:
     """Before overrides are applied, which scripts may do before they import a training loop."""

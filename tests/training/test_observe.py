@@ -362,26 +362,27 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
 
 @ranks(2)
 def test_a_record_that_is_refused_is_not_announced() -> None:
-    """The folder holds another model's run. Oracle: the lines, and the folder."""
+    """The folder holds another job's run, of another model. Oracle: the lines, and the folder."""
     import contextlib
     import io
     from pathlib import Path
 
+    import recorded
     import tiny_gpt
     import torch.distributed as dist
 
-    folder, said = os.environ["TEST_FOLDER"] + "/run", []
-    for experts in (8, 4):
-        case = tiny_gpt.Case(experts=experts)
-        if not said:
-            tiny_gpt.initialize(case)
-        before = sorted(path.read_bytes() for path in Path(folder).glob("*.json"))
-        dist.barrier()
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            tiny_gpt.build(case, fssdp(HecateConfig(observe=True, record=folder)))
-        said.append(out.getvalue())
-    assert sorted(path.read_bytes() for path in Path(folder).glob("*.json")) == before
+    case, root, said = tiny_gpt.Case(), Path(os.environ["TEST_FOLDER"]), []
+    tiny_gpt.initialize(case)
     if dist.get_rank() == 0:
-        assert said[0] == f"FSSDP observes 2 MoE layers and is off; the record is {folder}\n"
-        refused = f"FSSDP observes 2 MoE layers and is off; not recorded: stage 0: {folder} holds another run, started "
+        recorded.write(root / "old", recorded.Size(), held=recorded.arrays(recorded.Size()))
+    dist.barrier()
+    before = sorted(path.read_bytes() for path in (root / "old").iterdir())
+    for name in ("new", "old"):
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            tiny_gpt.build(case, fssdp(HecateConfig(observe=True, record=root / name)))
+        said.append(out.getvalue())
+    assert sorted(path.read_bytes() for path in (root / "old").iterdir()) == before
+    if dist.get_rank() == 0:
+        assert said[0] == f"FSSDP observes 2 MoE layers and is off; the record is {root}/new\n"
+        refused = f"FSSDP observes 2 MoE layers and is off; not recorded: stage 0: {root}/old holds another run, started "
         assert said[1].startswith(refused)

@@ -1,0 +1,141 @@
+"""Several models of a process record, each into a folder of its own.
+
+Oracle: stock Megatron, bit for bit; the record of each model trained alone; the folders and lines, written out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.job.attempt import Attempt
+
+FOUR_EXPERTS = dict(experts=4)  # which one folder could not hold beside eight
+SETTINGS = {"observe": dict(observe=True), "fssdp": dict(slots=2, overlap_degree=1)}
+
+
+def _finish(run: Any) -> None:
+    import tiny_gpt
+
+    layer = tiny_gpt.moe_layers(run.chunks)[0]
+    observer = getattr(layer.router, "observer", None)
+    stage = layer.prefetcher.monitor.recorder.stage if observer is None else observer.stage
+    stage.close()
+
+
+def _train_in_turn(cases: list, hooks: list) -> tuple[list, str]:
+    """Two steps of each model, then one more of each; what rank 0 printed."""
+    import tiny_gpt
+
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runs = [
+            tiny_gpt.train(case, steps=2, hook=hook)
+            for case, hook in zip(cases, hooks, strict=True)
+        ]
+    for run in runs:
+        run.step(2)
+        run.read_params()
+    return runs, "".join(f"{x}\n" for x in out.getvalue().splitlines() if "FSSDP" in x)
+
+
+@pytest.mark.parametrize("mode", SETTINGS)
+@pytest.mark.parametrize("other", [{}, FOUR_EXPERTS], ids=["alike", "other experts"])
+@ranks(2)
+def test_two_models_of_one_hook_are_both_recorded(mode: str, other: dict[str, Any]) -> None:
+    import tiny_gpt
+    import torch
+    import torch.distributed as dist
+
+    from megatron_hecate.record.run_folder import read
+
+    root = Path(os.environ["TEST_FOLDER"])
+    cases = [tiny_gpt.Case(accumulate=2), tiny_gpt.Case(**other)]
+    tiny_gpt.initialize(cases[0])
+
+    def hook(name: str) -> Any:
+        config = HecateConfig(speeds=tiny_gpt.FREE, record=root / name, **SETTINGS[mode])
+        return fssdp(config)
+
+    stock, _ = _train_in_turn(cases, [None, None])
+    alone, _ = _train_in_turn(cases, [hook("first"), hook("second")])
+    both, lines = _train_in_turn(cases, 2 * [hook("both")])
+    for run in (*alone, *both):
+        _finish(run)
+    dist.barrier()
+    for run, as_stock in zip(both, stock, strict=True):
+        if mode == "observe":
+            assert run.losses == as_stock.losses
+            assert all(torch.equal(p, as_stock.params[n]) for n, p in run.params.items())
+        else:
+            tiny_gpt.assert_trained_alike(as_stock, run)
+    for name, single in (("both", "first"), ("both/model-2", "second")):
+        record, expected = read(root / name), read(root / single)
+        assert record.iteration.tolist() == [1, 2, 3]
+        assert record.load.tolist() == expected.load.tolist() and record.load.any()
+    if dist.get_rank() == 0:
+        if mode == "observe":
+            said = "FSSDP observes 2 MoE layers and is off; the record is "
+            assert lines == f"{said}{root}/both\n{said}{root}/both/model-2\n"
+        else:
+            place = f"another model has {root}/both; the folder of this one is {root}/both/model-2"
+            assert lines.endswith(f"\nFSSDP: {place}\n") and lines.count(" another model") == 1
+
+
+@ranks(2)
+def test_traces_of_two_models_one_after_another() -> None:
+    """Each traces its own second iteration, into ``fssdp-run`` where there is no record."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    root = Path(os.environ["TEST_FOLDER"])
+    os.chdir(root)
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    hook = tiny_gpt.fssdp_hook(trace="2")
+    runs = [tiny_gpt.train(case, steps=3, hook=hook) for _ in range(2)]
+    dist.barrier()
+    assert len(runs) == 2 and {str(path.relative_to(root)) for path in root.rglob("*.json")} == {
+        f"fssdp-run/{folder}trace-{rank}.json" for folder in ("", "model-2/") for rank in range(2)
+    }
+
+
+@ranks(2)
+def test_a_second_run_of_the_hook_counts_no_model() -> None:
+    """Also where the model has a folder of its own, and after a model that was refused."""
+    import tiny_gpt
+    import torch
+    import torch.distributed as dist
+
+    folder = Path(os.environ["TEST_FOLDER"], "run")
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    hook = tiny_gpt.fssdp_hook(record=folder)
+    with pytest.raises(ValueError, match="has no MoE layer"):
+        hook(torch.nn.Linear(2, 2))
+    models = [tiny_gpt.build(case, hook)[0] for _ in range(3)]
+    for chunks in models:
+        hook(chunks)
+    dist.barrier()
+    assert sorted(str(path.parent.relative_to(folder)) for path in folder.rglob("*.json")) == [
+        ".",
+        "model-2",
+        "model-3",
+    ]
+
+
+@pytest.mark.fast
+def test_folders_are_counted_by_name_and_attempt() -> None:
+    """Two hooks may name two folders, or one in two ways. A restart in the process begins anew."""
+    attempt = Attempt()
+    here = Path.cwd() / "run"
+    asked = ["run", "other", f"{here}", "run/", "other"]
+    expected = ["run", "other", f"{here}/model-2", "run/model-3", "other/model-2"]
+    assert [attempt.folder_of_model(folder) for folder in asked] == expected
+    assert Attempt().folder_of_model("run") == "run"
