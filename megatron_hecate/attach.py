@@ -112,9 +112,9 @@ def attach(
     )
     block_of = _blocks_by_layer(model.chunks)
     with contextlib.ExitStack() as undo:
-        orders = states[0].config.slots > 0
+        config = states[0].config
         prefetcher.returns.data_parallel = DataParallel(
-            model.chunks, prefetcher, undo, orders=orders
+            model.chunks, prefetcher, undo, orders=config.slots > 0
         )
         tracker.listeners.append(prefetcher.returns.data_parallel.begin_iteration)
         for layer, state in zip(model.layers, states, strict=True):
@@ -132,8 +132,7 @@ def attach(
             for converter in converters.values():
                 restore_homes_before(converter, prefetcher.rehoming, undo)
             restore_homes_before_libraries()
-        lifetime = states[0].config.lifetime
-        prefetcher.find_conflicts = functools.partial(model.find_conflicts, lifetime)
+        prefetcher.find_conflicts = functools.partial(model.find_conflicts, config.lifetime)
         for index, chunk in enumerate(model.chunks):
             begin = functools.partial(prefetcher.begin_chunk, index)
             undo.callback(chunk.register_forward_pre_hook(begin).remove)
