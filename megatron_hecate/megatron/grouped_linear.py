@@ -23,6 +23,8 @@ from torch.nn import Module, Parameter
 from megatron_hecate.settings import assumptions
 
 _LINEARS = ("linear_fc1", "linear_fc2")
+# fields of Megatron's recipe for a linear that make quantizers that replicas were not tested with
+_UNKNOWN_QUANTIZERS = ("custom_recipe_factory", "recipe_attrs", "mxfp8_2d_quantization")
 
 
 class GroupedExperts:
@@ -226,11 +228,13 @@ def _check_linear(name: str, linear: Module) -> None:
             "from version 2.9 on"
         )
     # set by Megatron from quant_recipe
-    recipes = getattr(linear, "te_quant_params", None)
-    if getattr(getattr(recipes, "training_recipe", None), "custom_recipe_factory", None):
-        raise ValueError(
-            f"TEGroupedMLP.{name}: custom quantizers are unknown; change model.quant_recipe"
-        )
+    recipe = getattr(getattr(linear, "te_quant_params", None), "training_recipe", None)
+    for field in _UNKNOWN_QUANTIZERS:
+        if getattr(recipe, field, None):
+            raise ValueError(
+                f"TEGroupedMLP.{name} with {field}: custom quantizers are unknown; "
+                "change model.quant_recipe"
+            )
 
 
 def _wide(linear: Module, num_gemms: int) -> Module:

@@ -17,6 +17,8 @@ ADAPTER_SWITCHES = {"use_lora", "use_peft", "use_dora"}
 ADAPTER_RANKS = {"lora_rank", "lora_r"}
 ADAPTER_MAPS = {"peft", "lora", "lora_cfg", "lora_config", "peft_config", "lora_args"}
 ADAPTERS = ADAPTER_NAMES | ADAPTER_SWITCHES | ADAPTER_RANKS | ADAPTER_MAPS
+# fields whose value is a map, written as a section
+MAPS = {"fp8_recipe_attrs", "fp4_recipe_attrs"}
 NO_ADAPTER = (None, False, "", "full", "none", "None", "null", "freeze", "false", "False")
 
 
@@ -52,6 +54,8 @@ class Setting:
             return {"fp8": self.value, "fp8_recipe": "delayed"}
         if self.name in NEGATED and self.value is True:
             return {NEGATED[self.name]: False}
+        if self.path and self.path[-1] in MAPS:
+            return {self.path[-1]: {self.name: self.value}}
         return {self.field: self.value}
 
     def adapters(self) -> Iterator[Any]:
