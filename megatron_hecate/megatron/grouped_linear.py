@@ -55,12 +55,14 @@ class GroupedExperts:
         self.twin.num_local_experts = num_physical
         for name, linear in zip(_LINEARS, self._homes, strict=True):
             setattr(self.twin, name, _wide(linear, num_physical))
-        # both modules have the number of GEMMs
+        # modules of the twin with the number of GEMMs
+        self._counted = [getattr(self.twin, name) for name in _LINEARS]
         for name in ("quantization_padding", "quantization_unpadding"):
             if (padding := getattr(experts, name, None)) is not None:
                 wide = copy_module(padding, with_parameters=True)
                 wide.num_gemms = num_physical
                 setattr(self.twin, name, wide)
+                self._counted.append(wide)
         self._operators = _Operators(self.twin) if self.has_operators else None
         self._names_of_all: list[str] = []
         for expert in range(num_physical):
@@ -90,9 +92,9 @@ class GroupedExperts:
 
         Not with quantized GEMMs, whose state has the size of all of them.
         """
-        for name in _LINEARS:
+        for module in self._counted:
             # ``Module.__setattr__`` takes long
-            getattr(self.twin, name).__dict__["num_gemms"] = count
+            module.__dict__["num_gemms"] = count
 
     def pass_over(self) -> None:
         """Note that the twin computed a microbatch of this iteration instead of the homes' module.

@@ -220,11 +220,12 @@ MODEL = (
         # New in 0.20. The op fuser sets it, and then runs the same operators over one weight per
         # expert as before.
         "moe_use_grouped_tensor",
-        "TransformerEngine's modules over grouped tensors were never tested with replicas, unlike "
-        "its operators",
+        "quantized modules over grouped tensors were never tested with replicas, unlike "
+        "TransformerEngine's operators",
         unsupported=lambda settings: (
             is_set(settings["moe_use_grouped_tensor"])
             and not is_set(settings["use_transformer_engine_op_fuser"])
+            and any(is_set(settings[name]) for name in ("fp8", "fp4", "quant_recipe"))
         ),
         hint=" or model.use_transformer_engine_op_fuser=true",
     ),

@@ -125,7 +125,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
     assert str(error.value).count("\n") == len(planted)
     config.use_transformer_engine_op_fuser, config.moe_token_dispatcher_type = False, "alltoallv"
-    config.moe_use_grouped_tensor = True  # without the op fuser
+    config.moe_use_grouped_tensor = True  # in fp8, without the op fuser
     others = dict(moe_token_dispatcher_type="alltoallv", moe_use_grouped_tensor=True)
     with pytest.raises(ValueError) as error:
         tiny_gpt.fssdp_hook()(chunks)
