@@ -5,6 +5,7 @@
 # make test-all   everything: all layouts and settings, thousands of random cases, sanitizers, and bugs planted to see
 #                  that tests catch them
 # make test-bridge  Megatron-Bridge's own recipes on CPU ranks, in an environment of its own: 4 to 5 minutes
+# make test-bridge-0.4  the oldest Bridge, that of AReaL, over the Megatron that AReaL pins
 # make lint       lint, types and budgets alone
 # make bench      step time, stock against FSSDP, skewed and balanced; time of the host
 # make balance    what every planner leaves, on recorded loads, and how long planning takes
@@ -29,7 +30,7 @@ export OMP_NUM_THREADS = 1
 WORKERS ?= 2
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-fast test-all test-oldest test-between test-bridge lint bench balance gpu gpu-bundle \
+.PHONY: demo test test-fast test-all test-oldest test-between test-bridge test-bridge-0.4 lint bench balance gpu gpu-bundle \
     format clean
 
 demo: .venv
@@ -71,6 +72,10 @@ test-between-%: .venv
 test-bridge: .venv
 	.ci/bridge_env.sh .venv
 	.venv-bridge/bin/python -m pytest tests/bridge
+
+test-bridge-0.4: .venv
+	.ci/bridge_env.sh .venv 0.4.0 0.17.0 5.3.0
+	.venv-bridge-0.4.0/bin/python -m pytest tests/bridge -m "not newest"
 
 bench: .venv
 	$(BIN)/python bench/step_time.py

@@ -21,9 +21,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from megatron.bridge import package_info
+from megatron.bridge.models import common
 from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.bridge.training import callbacks, pretrain
-from megatron.training.models.base import ModelConfig
 from torch.nn import Module
 
 from megatron_hecate import HecateConfig, entry, fssdp
@@ -35,6 +36,9 @@ from megatron_hecate.record.metrics import summarize
 from megatron_hecate.record.recorder import PATIENCE, JobMetrics, StageRecorder
 from megatron_hecate.settings import assumptions, unsupported
 
+VERSION = f"Megatron-Bridge {package_info.__version__}"
+# of Bridge itself in 0.4; later Megatron's, from which Bridge's is derived
+ModelConfig = common.ModelConfig.__mro__[-2]
 NAMES = HecateConfig().as_arguments()
 # an override of ours on a command line
 OVERRIDE = re.compile(r"\+*(?P<at>[\w.]*)\b(?P<name>moe_fssdp\w*)=")
@@ -77,9 +81,13 @@ class Metrics(callbacks.Callback):
     ``logger.tensorboard_log_interval`` iterations. They are logged after all stages have sent their
     part, one or a few iterations later, under the iteration they belong to. With the model's
     ``moe_per_layer_logging`` each layer is logged, too.
+
+    Raises:
+        ImportError: for a version of Bridge that lacks a logger or a callback.
     """
 
     def __init__(self) -> None:
+        assumptions.require(assumptions.BRIDGE_METRICS, module=f"{__name__}.Metrics", by=VERSION)
         # A thread receives the metrics. This queue passes each one to the main thread, because
         # MLflow finds its run only there.
         self._arrived: deque[tuple] = deque()
@@ -234,10 +242,10 @@ def _find_lost_overrides(model: Any) -> None:
             )
 
 
-assumptions.require(assumptions.BRIDGE_ASSUMPTIONS, module=__name__, by="Bridge")
+assumptions.require(assumptions.BRIDGE_ASSUMPTIONS, module=__name__, by=VERSION)
 # Bridge applies overrides only to attributes that exist
 for _name, _value in {**NAMES, "moe_fssdp": False}.items():
     for _class in (ModelProviderMixin, ModelConfig):
         setattr(_class, _name, _value)
 launcher.wrap(pretrain, "runtime_config_update", _with_fssdp)
-restore_homes_before_libraries()
+restore_homes_before_libraries(needs_all=False)

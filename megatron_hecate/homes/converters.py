@@ -1,7 +1,7 @@
 """Converters of weights that read parameters of experts off their modules.
 
-ms-swift's is an object that the model's configuration holds. Megatron-Bridge and mbridge pass the
-model to methods of theirs.
+ms-swift's is an object that the model's configuration holds. Megatron-Bridge, mbridge, slime and
+miles pass the model to methods of theirs.
 
 No state_dict hook sees such a read, and while experts have moved, a parameter has the name of
 another expert.
@@ -19,30 +19,48 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_hecate.homes.schedule import HomesSchedule
-from megatron_hecate.settings.assumptions import BRIDGE_CONVERSIONS
 
 METHODS = ("load_weights", "export_weights", "save_weights")
-# slime's functions read and write all weights: for a rollout, for its copies of policy and
-# reference, and for Hugging Face
-SLIME = "slime.backends.megatron_utils.update_weight.common"
+# functions of slime, and of its fork miles, that read and write all weights: for a rollout, for
+# copies of policy and reference, and for Hugging Face
+NAMED = ("_named_params_and_buffers_global", "_named_params_and_buffers_vanilla")
+BRIDGE = "megatron.bridge"
+MBRIDGE = "mbridge.core.bridge"
 # classes of libraries, by their module, and methods that get a model or a list of its chunks;
 # functions of the module itself where the class has no name
 LIBRARIES = {
-    SLIME: ("", ("_named_params_and_buffers_global", "_named_params_and_buffers_vanilla")),
-    "megatron.bridge.models.conversion.model_bridge": ("MegatronModelBridge", BRIDGE_CONVERSIONS),
-    "mbridge.core.bridge": ("Bridge", (*METHODS, "export_weights_without_gather")),
+    "slime.backends.megatron_utils.update_weight.common": ("", NAMED),
+    "miles.backends.megatron_utils.update_weight.common": ("", NAMED),
+    "miles.backends.megatron_utils.rematerialize_utils": ("", ("_named_restore_extras",)),
+    f"{BRIDGE}.models.conversion.model_bridge": (
+        "MegatronModelBridge",
+        (
+            "stream_weights_megatron_to_hf",
+            "load_weights_hf_to_megatron",
+            "stream_weights_hf_to_megatron",
+        ),
+    ),
+    # not in 0.4
+    f"{BRIDGE}.models.conversion.quant_bridge": (
+        "MegatronQuantizationBridge",
+        ("stream_weights_megatron_to_hf_quant",),
+    ),
+    MBRIDGE: ("Bridge", (*METHODS, "export_weights_without_gather")),
 }
 
 
-def restore_homes_before_libraries() -> None:
-    """Have Megatron-Bridge, mbridge and slime, where imported, restore homes of their models.
+def restore_homes_before_libraries(*, needs_all: bool = True) -> None:
+    """Have the imported ones of `LIBRARIES` restore homes of their models.
 
     A framework may use them and switch FSSDP on by its hook alone, as verl does. All ranks must
     call their methods together, which they need to themselves. Methods are wrapped once, for good:
     nothing changes for models without moved experts.
 
+    Args:
+        needs_all: whether homes will move, which needs every method of a library.
+
     Raises:
-        ValueError: if slime lacks one of the functions.
+        ValueError: if a library lacks one of the methods. mbridge's versions have different ones.
     """
     for module, (name, methods) in LIBRARIES.items():
         base = sys.modules.get(module)
@@ -52,13 +70,20 @@ def restore_homes_before_libraries() -> None:
             continue
         for method in methods:
             convert = getattr(base, method, None)
-            if convert is None and not name:
+            if convert is None and needs_all and module != MBRIDGE:
                 raise ValueError(
-                    f"FSSDP cannot move homes (rehome): slime has no {method} in {module}, where "
-                    "FSSDP moves them back before weights are read; leave rehome off"
+                    f"FSSDP cannot move homes (rehome): {_with_version(module)} has no {method}, "
+                    "where FSSDP moves them back before weights are read; leave rehome off"
                 )
             if callable(convert) and not hasattr(convert, "_megatron_hecate"):
                 setattr(base, method, _where_megatron_built_them(convert))
+
+
+def _with_version(module: str) -> str:
+    """Return the name of a library's ``module``, with the library's version if it has one."""
+    library = BRIDGE if module.startswith(f"{BRIDGE}.") else module.partition(".")[0]
+    version = getattr(sys.modules.get(library), "__version__", "")
+    return f"{module} ({library} {version})" if version else module
 
 
 def _where_megatron_built_them(convert: Callable) -> Callable:

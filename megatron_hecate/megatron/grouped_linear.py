@@ -23,6 +23,8 @@ from torch.nn import Module, Parameter
 from megatron_hecate.settings import assumptions
 
 _LINEARS = ("linear_fc1", "linear_fc2")
+# fields of Megatron's recipe for a linear that make quantizers that replicas were not tested with
+_UNKNOWN_QUANTIZERS = ("custom_recipe_factory", "recipe_attrs", "mxfp8_2d_quantization")
 
 
 class GroupedExperts:
@@ -53,12 +55,14 @@ class GroupedExperts:
         self.twin.num_local_experts = num_physical
         for name, linear in zip(_LINEARS, self._homes, strict=True):
             setattr(self.twin, name, _wide(linear, num_physical))
-        # both modules have the number of GEMMs
+        # modules of the twin with the number of GEMMs
+        self._counted = [getattr(self.twin, name) for name in _LINEARS]
         for name in ("quantization_padding", "quantization_unpadding"):
             if (padding := getattr(experts, name, None)) is not None:
                 wide = copy_module(padding, with_parameters=True)
                 wide.num_gemms = num_physical
                 setattr(self.twin, name, wide)
+                self._counted.append(wide)
         self._operators = _Operators(self.twin) if self.has_operators else None
         self._names_of_all: list[str] = []
         for expert in range(num_physical):
@@ -88,9 +92,9 @@ class GroupedExperts:
 
         Not with quantized GEMMs, whose state has the size of all of them.
         """
-        for name in _LINEARS:
+        for module in self._counted:
             # ``Module.__setattr__`` takes long
-            getattr(self.twin, name).__dict__["num_gemms"] = count
+            module.__dict__["num_gemms"] = count
 
     def pass_over(self) -> None:
         """Note that the twin computed a microbatch of this iteration instead of the homes' module.
@@ -226,11 +230,13 @@ def _check_linear(name: str, linear: Module) -> None:
             "from version 2.9 on"
         )
     # set by Megatron from quant_recipe
-    recipes = getattr(linear, "te_quant_params", None)
-    if getattr(getattr(recipes, "training_recipe", None), "custom_recipe_factory", None):
-        raise ValueError(
-            f"TEGroupedMLP.{name}: custom quantizers are unknown; change model.quant_recipe"
-        )
+    recipe = getattr(getattr(linear, "te_quant_params", None), "training_recipe", None)
+    for field in _UNKNOWN_QUANTIZERS:
+        if getattr(recipe, field, None):
+            raise ValueError(
+                f"TEGroupedMLP.{name} with {field}: custom quantizers are unknown; "
+                "change model.quant_recipe"
+            )
 
 
 def _wide(linear: Module, num_gemms: int) -> Module:

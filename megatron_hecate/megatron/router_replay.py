@@ -3,17 +3,19 @@
 Post-training replays the routes of the rollout: before a forward, the training loop gives every
 router the experts of all tokens. Two interfaces are recognized by their attributes, which are in
 `assumptions.REPLAY_ASSUMPTIONS`: ``router_replay``, of Megatron and of patches with the same names
-(verl), and ``routing_replay``, of slime. Where routes are only read by the forward itself, the
-layer keeps its forecast.
+(verl), and ``routing_replay``, of slime and of its fork miles. Where routes are only read by the
+forward itself, the layer keeps its forecast.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterable
 from itertools import takewhile
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -29,7 +31,7 @@ def replays(layer: Module) -> bool:
     """Return whether the layer's next forward replays routes, which a fused router ignores."""
     if layer.config.moe_router_fusion:
         return False
-    if _replay(layer, "routing_replay") is not None and _slime_replays():
+    if _is_listed(_replay(layer, "routing_replay")):
         return True
     replay = _replay(layer, "router_replay")
     action = getattr(replay, "router_replay_action", None)
@@ -38,14 +40,16 @@ def replays(layer: Module) -> bool:
 
 def may_replay(routers: Iterable[Module]) -> bool:
     """Return whether some router may replay routes next; takes little time where none does."""
-    has_replay = any(getattr(router, "router_replay", None) is not None for router in routers)
-    return has_replay or _slime_replays()
+    return any(
+        getattr(router, "router_replay", None) is not None or "routing_replay" in vars(router)
+        for router in routers
+    )
 
 
 def next_routes(layer: Module, most: int) -> list[tuple[Tensor, Tensor | None]]:
     """List the routes of the next forwards of a layer; empty where the next one does not replay.
 
-    Megatron's router holds the routes of one forward, slime's those of a whole rollout.
+    Megatron's router holds the routes of one forward, slime's and miles' those of a whole rollout.
 
     Args:
         layer: MoE layer.
@@ -58,7 +62,7 @@ def next_routes(layer: Module, most: int) -> list[tuple[Tensor, Tensor | None]]:
     if not replays(layer):
         return []
     replay = _replay(layer, "routing_replay")
-    if replay is not None and _slime_replays():
+    if _is_listed(replay):
         ahead = replay.top_indices_list[replay.forward_index : replay.forward_index + most]
         # An entry may also be an object that makes its tensor when the router asks for it.
         return [(routes, None) for routes in takewhile(_is_tensor, ahead)]
@@ -67,10 +71,33 @@ def next_routes(layer: Module, most: int) -> list[tuple[Tensor, Tensor | None]]:
     return [] if routes is None else [(routes, getattr(replay, "target_replay_mask", None))]
 
 
-def _slime_replays() -> bool:
-    """Return whether slime's routers replay in the running forward."""
+def as_routed(layer: Module, routes: Tensor) -> Tensor:
+    """Return routes, [t, k], with those that a router makes of padding.
+
+    miles marks padding by -1, and routes it to the first k experts.
+    """
+    if _manager(_replay(layer, "routing_replay")) is None:
+        return routes
+    k = routes.shape[1]
+    first = torch.arange(k, dtype=routes.dtype, device=routes.device) % layer.config.num_moe_experts
+    return torch.where((routes == -1).all(dim=1, keepdim=True), first, routes)
+
+
+def _is_listed(replay: Any) -> bool:
+    """Return whether the running forward replays the list of ``replay``, of slime or miles."""
+    if replay is None:
+        return False
+    manager = _manager(replay)
+    if manager is not None:
+        return manager.enabled and manager.stage == "replay_forward"
     is_on = os.environ.get("ENABLE_ROUTING_REPLAY") == "1"
     return is_on and os.environ.get("ROUTING_REPLAY_STAGE") == "replay_forward"
+
+
+def _manager(replay: Any) -> Any:
+    """Return miles' object with the stage of all routers; ``None`` in slime."""
+    module = sys.modules.get(type(replay).__module__)
+    return getattr(module, "routing_replay_manager", None)
 
 
 def _is_tensor(routes: Any) -> bool:

@@ -20,7 +20,7 @@ from torch.nn import Module
 
 from megatron_hecate.job.collectives import wait_collective
 from megatron_hecate.megatron.forward_pass import NO_ITERATION
-from megatron_hecate.megatron.router_replay import may_replay, next_routes, replays
+from megatron_hecate.megatron.router_replay import as_routed, may_replay, next_routes, replays
 from megatron_hecate.runtime.layer_state import LayerState
 from megatron_hecate.runtime.route_counts import Routes, check_routes, count_tokens, parts_of
 
@@ -191,6 +191,7 @@ class KnownRoutes:
             layer = state.parts.layer
             routes = next_routes(layer, microbatches * state.parts.passes)
             parts = chain.from_iterable(starmap(parts_of, routes))
+            parts = (as_routed(layer, part) for part in parts)
             counted = count_tokens(parts, experts, _device(states[0]))
             # The last number counts experts that do not exist, which stop Megatron's router, too.
             # Ranks may hold routes of different numbers of forwards, and must plan alike.

@@ -3,7 +3,8 @@
 * `ASSUMPTIONS`: names and parameters of Megatron that we use or override.
 * `TRAINING_ASSUMPTIONS`: names that `enable` and `entry` wrap, because no object exists yet that
   could be converted, and ``megatron.training``'s writers of metrics.
-* `BRIDGE_ASSUMPTIONS`: names of Megatron-Bridge that `bridge` uses.
+* `BRIDGE_ASSUMPTIONS`, `BRIDGE_METRICS`: names of Megatron-Bridge that `bridge` uses, and that its
+  ``Metrics`` uses in addition.
 * `TE_ASSUMPTIONS`, `FUSED_ASSUMPTIONS`: attributes of TransformerEngine's modules.
 * `REPLAY_ASSUMPTIONS`: attributes of objects that replay routes.
 
@@ -220,13 +221,6 @@ TRAINING_ASSUMPTIONS = (
         for name in ("tensorboard", "wandb")
     ),
 )
-# methods with the model among their arguments that read or write its weights parameter by parameter
-BRIDGE_CONVERSIONS = (
-    "stream_weights_megatron_to_hf",
-    "stream_weights_megatron_to_hf_quant",
-    "load_weights_hf_to_megatron",
-    "stream_weights_hf_to_megatron",
-)
 BRIDGE_ASSUMPTIONS = (
     _Assumption(
         "bridge.training.pretrain:runtime_config_update",
@@ -243,6 +237,13 @@ BRIDGE_ASSUMPTIONS = (
         ("hook",),
         "runs the hook",
     ),
+    _Assumption(
+        "bridge.models.common:ModelConfig",
+        ("pre_wrap_hooks",),
+        "runs the hook",
+    ),
+)
+BRIDGE_METRICS = (
     *(
         _Assumption(
             f"bridge.training.callbacks:Callback.on_train_{when}",
@@ -259,14 +260,6 @@ BRIDGE_ASSUMPTIONS = (
     *(
         _Assumption(f"bridge.training.state:GlobalState.{name}_logger", (), "logs metrics")
         for name in ("tensorboard", "wandb", "mlflow", "comet")
-    ),
-    *(
-        _Assumption(
-            f"bridge.models.conversion.model_bridge:MegatronModelBridge.{name}",
-            (),
-            "wrapped: restores homes first",
-        )
-        for name in BRIDGE_CONVERSIONS
     ),
 )
 
@@ -299,7 +292,8 @@ REPLAY_ASSUMPTIONS = {
         "router_replay_action": "an enum; its value is replay_forward before a replayed forward",
         "target_topk_idx": "experts of each token of the next forward, [T, k], or None",
     },
-    # slime's; it replays if ROUTING_REPLAY_STAGE in the environment is replay_forward
+    # slime's and miles'; replayed if ROUTING_REPLAY_STAGE in the environment is replay_forward, or
+    # in miles the stage of routing_replay_manager, beside the object's class
     "routing_replay": {
         "top_indices_list": "experts of each token, [T, k], for each forward of a rollout",
         "forward_index": "position of the next forward",

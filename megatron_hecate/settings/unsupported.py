@@ -231,16 +231,46 @@ MODEL = (
         # New in 0.20. The op fuser sets it, and then runs the same operators over one weight per
         # expert as before.
         "moe_use_grouped_tensor",
-        "TransformerEngine's modules over grouped tensors were never tested with replicas, unlike "
-        "its operators",
+        "quantized modules over grouped tensors were never tested with replicas, unlike "
+        "TransformerEngine's operators",
         unsupported=lambda settings: (
             is_set(settings["moe_use_grouped_tensor"])
             and not is_set(settings["use_transformer_engine_op_fuser"])
+            and any(is_set(settings[name]) for name in ("fp8", "fp4", "quant_recipe"))
         ),
         hint=" or model.use_transformer_engine_op_fuser=true",
     ),
     Rule("moe_use_legacy_grouped_gemm", "the legacy GroupedMLP has no room for replicas"),
-    Rule("moe_ncclep_zero_copy", "its communication buffers have room for homes only"),
+    *(
+        # the second is the dev branch's name
+        Rule(name, "its communication buffers have room for homes only")
+        for name in ("moe_ncclep_zero_copy", "moe_ncclep_use_symm_mem")
+    ),
+    # of Megatron's dev branch and of open pull requests in August 2026
+    Rule(
+        "moe_megakernel_backend",
+        "one kernel for dispatch, experts and combine computes no replicas",
+        instead=None,
+    ),
+    Rule(
+        "moe_use_offloading_experts",
+        "experts in host memory have no weights on the GPU to fetch replicas from",
+    ),
+    Rule(
+        "moe_shortcut_connection",
+        "experts run beside the attention that hides the fetch of their replicas",
+    ),
+    Rule(
+        "moe_router_topk_mode",
+        "a number of experts that differs by token was never tested with replicas",
+        instead="topk",
+        unsupported=_unknown("moe_router_topk_mode", ("topk",)),
+    ),
+    Rule("mxfp8_2d_quantization", "weights in square blocks were never tested with replicas"),
+    *(
+        Rule(name, "quantizers of a recipe with other attributes are unknown", instead=None)
+        for name in ("fp8_recipe_attrs", "fp4_recipe_attrs")
+    ),
     Rule(
         "mlp_chunks_for_training",
         "a layer that runs several times per microbatch cannot count microbatches",

@@ -25,7 +25,8 @@ def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
         modules = list(chunk.modules())
         inside_experts: set[int] = set()
         for layer in modules:
-            if isinstance(layer, MoELayer):
+            # a megakernel of a later Megatron leaves a layer without experts
+            if isinstance(layer, MoELayer) and layer.experts is not None:
                 inside_experts.update(id(module) for module in layer.experts.modules())
         for module in modules:
             for setting in _asked_for_by(type(module)):

@@ -87,14 +87,18 @@ def test_megatron_itself_makes_settings_with_the_same_verdict(bench: Any) -> Non
             )
 
 
-def test_only_the_op_fuser_has_leave_for_grouped_tensors(bench: Any) -> None:
+def test_only_the_op_fuser_quantizes_over_grouped_tensors(bench: Any) -> None:
     job = dict(expert_model_parallel_size=8, moe_use_grouped_tensor=True)
+    assert not bench.refused(job)
+    job |= dict(fp8="e4m3", fp8_recipe="mxfp8")
     (line,) = bench.refused(job).values()
     assert (
         "with moe_use_grouped_tensor=True: " in line
         and "set model.moe_use_grouped_tensor=false" in line
     )
     assert not bench.refused({**job, "use_transformer_engine_op_fuser": True})
+    for other in (dict(fp8=None, fp4="e2m1"), dict(fp8=None, quant_recipe="recipes.yaml")):
+        assert bench.refused({**job, **other}).keys() == {"moe_use_grouped_tensor"}
     one_weight = dict(use_transformer_engine_op_fuser=True, moe_single_grouped_weight=True)
     assert bench.refused({**job, **one_weight}).keys() == {"moe_single_grouped_weight"}
 

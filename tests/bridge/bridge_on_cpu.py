@@ -32,6 +32,7 @@ import megatron_on_cpu  # noqa: E402
 import packages_on_cpu  # noqa: E402, F401
 
 logging.disable(logging.INFO)
+import megatron.bridge  # noqa: E402
 import megatron.bridge.models.conversion.auto_bridge as auto_bridge  # noqa: E402
 import megatron.bridge.models.glm.glm45_bridge as glm45_bridge  # noqa: E402
 import megatron.bridge.models.gpt_provider as gpt_provider  # noqa: E402
@@ -46,7 +47,7 @@ from megatron.bridge.training.utils.omegaconf_utils import process_config_with_o
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # noqa: E402
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
-from recipe_runs import MODELS, OVERRIDES, QWEN3, SIZES  # noqa: E402
+from recipe_runs import MODELS, OVERRIDES, QWEN3, QWEN3_OF_0_4, SIZES  # noqa: E402
 from transformers import AutoConfig, PretrainedConfig  # noqa: E402
 
 
@@ -85,9 +86,13 @@ megatron_on_cpu.for_training()
 
 def recipe(*overrides: str, name: str = QWEN3) -> ConfigContainer:
     """The recipe ``module:function``, made to fit."""
+    ours = [*OVERRIDES]
+    if megatron.bridge.__version__.startswith("0.4."):
+        name = QWEN3_OF_0_4
+        ours[ours.index("dataset.seq_length=64")] = "dataset.sequence_length=64"
     module, _, function = name.partition(":")
     config = getattr(importlib.import_module(f"megatron.bridge.recipes.{module}"), function)()
-    return process_config_with_overrides(config, cli_overrides=[*OVERRIDES, *overrides])
+    return process_config_with_overrides(config, cli_overrides=[*ours, *overrides])
 
 
 def as_model_config(provider: Any) -> GPTModelConfig:

@@ -27,6 +27,7 @@ ABSENT = (
     "modelopt",
     "nvidia_resiliency_ext",
     "open_clip",
+    "webdataset",
 )
 
 

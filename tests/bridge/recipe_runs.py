@@ -13,6 +13,7 @@ FREE = str(
     Path(__file__).parent.parent / "data" / "free_copies.json"
 )  # else no copy pays on so small a model
 QWEN3 = "qwen.h100.qwen3_moe:qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config"
+QWEN3_OF_0_4 = "qwen.qwen3_moe:qwen3_30b_a3b_pretrain_config"
 GLM_AIR = "glm.h100.glm45:glm45_air_106b_pretrain_32gpu_h100_bf16_config"
 SIZES = dict(
     num_hidden_layers=2,

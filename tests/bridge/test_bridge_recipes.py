@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
+import pytest
 from ranks import ranks
 from recipe_runs import FREE, GLM_AIR, Run, train
 
@@ -88,6 +89,7 @@ def test_two_pipeline_stages() -> None:
     assert ours.replicas.total()
 
 
+@pytest.mark.newest
 @ranks(2)
 def test_multi_token_prediction() -> None:
     from bridge_on_cpu import recipe

@@ -87,7 +87,11 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
     folder = os.environ["TEST_FOLDER"]
     settings = ("model.pipeline_model_parallel_size=2", "model.moe_per_layer_logging=true")
     settings += ("model.moe_layer_freq=[1,0]",) if observe else ()
-    board_settings = (f"logger.tensorboard_dir={folder}/board", "logger.tensorboard_log_interval=2")
+    board_settings = (
+        f"logger.tensorboard_dir={folder}/board",
+        "logger.tensorboard_log_interval=2",
+        f"logger.wandb_save_dir={folder}",
+    )
     config = recipe(*LOGGERS, *settings, *board_settings)
     bridge.enable(config, speeds=FREE, observe=observe, record=f"{folder}/run")
     expected: dict[int, dict[str, float]] = {}

@@ -10,6 +10,7 @@ import dataclasses
 import os
 from typing import Any
 
+import pytest
 from ranks import ranks
 from recipe_runs import FREE, Run, train
 
@@ -27,6 +28,8 @@ def moved(config: Any) -> Any:
     return config
 
 
+# 0.4 exports to a model of the hub only
+@pytest.mark.newest
 @ranks(2)
 def test_export_of_a_model_in_memory() -> None:
     import torch

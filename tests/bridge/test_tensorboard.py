@@ -48,6 +48,7 @@ def _steps(file: Path, chunks: int) -> list[tuple[list, list]]:
     return steps
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_script_logs_what_was_routed(
     text: Path,

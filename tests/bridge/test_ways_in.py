@@ -43,6 +43,7 @@ def losses(log: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", log)]
 
 
+@pytest.mark.newest
 @ranks(2)
 def test_launcher_overrides_and_example_train_as_stock() -> None:
     import bridge_on_cpu  # noqa: F401
@@ -96,6 +97,7 @@ def test_the_launcher_waits_for_a_script_to_import_bridge() -> None:
     assert launch(str(script)).endswith("False 2\n")
 
 
+@pytest.mark.newest
 def test_the_launcher_in_processes_of_its_own() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [
@@ -142,6 +144,7 @@ def test_an_override_that_does_not_arrive_is_an_error() -> None:
     assert len(train(recipe("train.train_iters=1")).steps) == 1, "these are no overrides of ours"
 
 
+@pytest.mark.newest
 @ranks(2)
 def test_overrides_come_before_the_recipe() -> None:
     import torch.distributed as dist
@@ -229,6 +232,7 @@ def test_the_recipe_is_checked_as_it_will_run() -> None:
     assert not parallel_state.is_initialized(), "the job must not have started"
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("kind", ["provider", "ModelConfig"])
 @ranks(2)
 def test_the_overrides_that_are_named_are_ones_that_bridge_takes(kind: str) -> None:
@@ -267,6 +271,7 @@ def test_a_script_that_goes_round_pretrain_is_checked_when_the_model_is_built() 
         config.model._pre_wrap_hooks[0]([])
 
 
+@pytest.mark.newest
 @ranks(2)
 def test_a_model_config_trains_as_stock() -> None:
     """The newer kind of model configuration, whose list of hooks Bridge's overrides empty."""
@@ -311,9 +316,33 @@ def test_another_bridge_is_refused() -> None:
     pretrain.runtime_config_update = lambda config: None
     with pytest.raises(
         ImportError,
-        match=r"does not fit this Bridge:\n  - megatron.bridge.training.pretrain:.* takes cfg",
+        match=r"does not fit this Megatron-Bridge \d\S+:\n  - megatron.bridge.training.pretrain:.* takes cfg",
     ):
         import megatron_hecate.bridge  # noqa: F401
+
+
+@ranks(2)
+def test_a_bridge_without_a_logger_trains_without_metrics() -> None:
+    """Its version is named where the metrics are asked for, and only there."""
+    from bridge_on_cpu import recipe
+    from megatron.bridge.package_info import __version__
+    from megatron.bridge.training.state import GlobalState
+
+    comet_logger = GlobalState.comet_logger
+    del GlobalState.comet_logger
+    from megatron_hecate import bridge
+
+    with pytest.raises(ImportError) as error:
+        bridge.Metrics()
+    assert str(error.value) == (
+        f"megatron_hecate.bridge.Metrics does not fit this Megatron-Bridge {__version__}:\n"
+        "  - megatron.bridge.training.state:GlobalState.comet_logger (logs metrics) is gone: "
+        "type object 'GlobalState' has no attribute 'comet_logger'"
+    )
+    GlobalState.comet_logger = comet_logger
+    config = recipe("train.train_iters=1")
+    bridge.enable(config, slots=1)
+    assert train(config).replicas.keys() == {"layer 1", "layer 2"}
 
 
 @pytest.mark.parametrize("way", ["attributes of the provider", "flags", "enabled"])

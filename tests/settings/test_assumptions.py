@@ -103,6 +103,14 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         moe_dispatch_fwd_dtype="fp8",
         moe_combine_bwd_dtype="fp8",
         moe_ncclep_zero_copy=True,
+        moe_ncclep_use_symm_mem=True,
+        moe_megakernel_backend="mok",
+        moe_use_offloading_experts=True,
+        moe_shortcut_connection=True,
+        moe_router_topk_mode="seq_topk",
+        mxfp8_2d_quantization=True,
+        fp8_recipe_attrs="custom",
+        fp4_recipe_attrs="custom",
         cpu_offloading=True,
         gtp_weight_remat_size=2,
         expert_gtp_weight_remat_size=2,
@@ -117,7 +125,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
     assert str(error.value).count("\n") == len(planted)
     config.use_transformer_engine_op_fuser, config.moe_token_dispatcher_type = False, "alltoallv"
-    config.moe_use_grouped_tensor = True  # without the op fuser
+    config.moe_use_grouped_tensor = True  # in fp8, without the op fuser
     others = dict(moe_token_dispatcher_type="alltoallv", moe_use_grouped_tensor=True)
     with pytest.raises(ValueError) as error:
         tiny_gpt.fssdp_hook()(chunks)
@@ -128,6 +136,30 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     assert {rule.setting for rule in unsupported.MODEL} == {*planted, *others}, (
         "an untested setting"
     )
+
+
+@pytest.mark.parametrize("backend", ["mok", "of_later"])
+@ranks(2)
+def test_a_layer_whose_kernel_holds_the_experts(backend: str) -> None:
+    """As Megatron builds it with a megakernel: neither dispatcher nor experts, and a forward of the layer's own."""
+    import tiny_gpt
+
+    chunks, config = _stock_model()
+    config.moe_megakernel_backend = backend
+    for layer in tiny_gpt.moe_layers(chunks):
+        layer.experts = layer.token_dispatcher = None
+    before = snapshot(chunks)
+    problem = (
+        f"--moe-fssdp with moe_megakernel_backend={backend!r}: one kernel for dispatch, experts and "
+        "combine computes no replicas; set model.moe_megakernel_backend=null "
+        "or leave out --moe-megakernel-backend"
+    )
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    assert str(error.value).splitlines()[1:] == [f"  - {problem}"]
+    with pytest.raises(ValueError, match="layer 1, layer 2: no experts to observe, because one"):
+        tiny_gpt.fssdp_hook(observe=True, slots=0)(chunks)
+    assert snapshot(chunks) == before
 
 
 @pytest.mark.fast

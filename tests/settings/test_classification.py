@@ -1,6 +1,7 @@
 """Every setting of Megatron that may touch experts is known to work, refused, or of no concern: none slips through.
 
-Oracle: the fields of ``TransformerConfig`` of the installed Megatron, and lists of the oldest, the newest and main.
+Oracle: the fields of ``TransformerConfig`` of the installed Megatron, and lists of the oldest, the newest, main, dev
+and open pull requests.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ WORKS = """
     moe_router_topk moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
     moe_router_enable_expert_bias moe_router_bias_update_rate
+    moe_n_hash_layers
     mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
     delay_wgrad_compute use_transformer_engine_op_fuser moe_expert_rank_capacity_factor moe_ncclep_static_shape
     fine_grained_activation_offloading offload_modules
@@ -42,7 +44,7 @@ WORKS = """
 OF_REFUSED = {
     "cuda_graph_impl": """
         cuda_graph_modules cuda_graph_scope cuda_graph_retain_backward_graph cuda_graph_use_single_mempool
-        cuda_graph_warmup_steps delay_offload_until_cuda_graph
+        cuda_graph_warmup_steps cuda_graph_dynamic_microbatches delay_offload_until_cuda_graph
     """,
     "cpu_offloading": """
         cpu_offloading_activations cpu_offloading_weights cpu_offloading_num_layers cpu_offloading_double_buffering
@@ -54,6 +56,14 @@ OF_REFUSED = {
         moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
     """,
     "gtp_weight_remat_size": "gtp_remat_opt_in_modules",
+    "moe_megakernel_backend": "moe_megakernel_backend_config",
+    "moe_use_offloading_experts": """
+        moe_offloading_num_chunks moe_offloading_num_stages moe_offloading_chunk_size
+        moe_offloading_experts_te_style_init moe_offloading_experts_skip_post_backward_hook
+        moe_offloading_experts_debug_mode
+    """,
+    "moe_shortcut_connection": "moe_shortcut_parallel",
+    "moe_router_topk_mode": "moe_router_seq_topk_upper_bound",
 }
 NO_CONCERN = {
     "inference only": """
@@ -77,7 +87,9 @@ NO_CONCERN = {
         activation_offload_fraction delta_offload_bytes_across_pp_ranks min_offloaded_tensor_size
         fine_grained_offloading_max_inflight_offloads
     """,
-    "losses and logs": "moe_grad_scale_func mtp_grad_scale_func moe_per_layer_logging",
+    "losses and logs": """
+        moe_grad_scale_func mtp_grad_scale_func moe_per_layer_logging log_moe_overload_factor
+    """,
     "each token by itself, in the same module with the same settings": """
         activation_func_fp8_input_store moe_permute_fusion batch_invariant_mode
         batch_invariant_backend
@@ -85,21 +97,23 @@ NO_CONCERN = {
     "kernels of a dispatcher, which is built over physical experts as it is": """
         moe_permute_fusion_into_hybridep moe_deepep_num_sms moe_flex_dispatcher_num_sms moe_hybridep_num_sms
         moe_hybridep_num_sms_preprocessing moe_hybridep_num_blocks_permute moe_hybridep_num_blocks_unpermute
-        moe_hybridep_pad_uneven_dispatch_inputs
+        moe_hybridep_pad_uneven_dispatch_inputs moe_hybridep_pad_variable_tokens
     """,
     "Megatron refuses it, or takes it as another field": "moe_token_dropping moe_extended_tp",
 }
 
 # Values of settings with names for values: those that work with replicas, and those that are refused by their name.
 VALUES = {  # setting: works, refused, what else is set
-    "moe_token_dispatcher_type": ("allgather alltoall flex", "", {}),
+    "moe_token_dispatcher_type": ("allgather alltoall flex", "moonep", {}),
     "moe_flex_dispatcher_backend": (
         "deepep hybridep ncclep",
-        "deepepv2",
+        "deepepv2 moonep",
         dict(moe_token_dispatcher_type="flex"),
     ),
     "moe_router_score_function": ("softmax sigmoid sqrtsoftplus", "", {}),
     "moe_router_dtype": ("fp32 fp64", "", {}),
+    "moe_router_topk_mode": ("topk", "seq_topk", {}),
+    "moe_megakernel_backend": ("", "mok fk", {}),
     "moe_dispatch_fwd_dtype": ("bf16", "mxfp8", {}),
     "moe_combine_bwd_dtype": ("bf16", "mxfp8", {}),
     "fp8_recipe": ("tensorwise mxfp8 blockwise", "delayed custom", dict(fp8="e4m3")),
@@ -195,3 +209,26 @@ def test_optimizer_states_of_an_unknown_dtype_do_not_move() -> None:
             assert not unsupported.find({name: dtype}, slots=0)
             (problem,) = unsupported.find({name: dtype, "moe_fssdp_rehome": 4}, slots=0)
             assert f"with {name}=" in problem
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "shown"),
+    [
+        ("moe_use_offloading_experts", True, "True"),
+        ("moe_shortcut_connection", True, "True"),
+        ("moe_ncclep_use_symm_mem", True, "True"),
+        ("mxfp8_2d_quantization", True, "True"),
+        ("fp8_recipe_attrs", {"fp8_dpa": True}, "dict"),
+        ("fp4_recipe_attrs", {"fp4_mha": True}, "dict"),
+    ],
+)
+def test_a_setting_of_a_later_megatron_is_refused_by_its_name(
+    setting: str, value: object, shown: str
+) -> None:
+    """With and without slots; the default of each, and a job without the setting, switch on."""
+    job = dict(expert_model_parallel_size=2)
+    for slots in (0, 2):
+        (problem,) = unsupported.find(job, {setting: value}, slots=slots)
+        assert problem.startswith(f"--moe-fssdp with {setting}={shown}: ")
+        for default in ({}, {setting: False if value is True else None}):
+            assert not unsupported.find(job, default, slots=slots)

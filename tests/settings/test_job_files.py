@@ -54,6 +54,35 @@ NESTED = {
 }
 
 
+@pytest.mark.parametrize(
+    ("line", "flag"),
+    [
+        ("moe_megakernel_backend: mok", "--moe-megakernel-backend mok"),
+        ("moe_use_offloading_experts: true", "--moe-use-offloading-experts"),
+        ("moe_shortcut_connection: true", "--moe-shortcut-connection"),
+        ("moe_router_topk_mode: seq_topk", "--moe-router-topk-mode seq_topk"),
+        ("moe_ncclep_use_symm_mem: true", "--moe-ncclep-use-symm-mem"),
+        ("mxfp8_2d_quantization: true", "--mxfp8-2d-quantization"),
+        ("fp8_recipe_attrs: {fp8_dpa: false}", "model.fp8_recipe_attrs.fp8_dpa=false"),
+        ("fp4_recipe_attrs: {fp4_mha: true}", '--fp4-recipe-attrs "{fp4_mha: true}"'),
+        (
+            "moe_flex_dispatcher_backend: moonep, moe_token_dispatcher_type: flex",
+            "--moe-flex-dispatcher-backend moonep --moe-token-dispatcher-type flex",
+        ),
+        ("moe_token_dispatcher_type: moonep", "--moe-token-dispatcher-type moonep"),
+    ],
+)
+def test_settings_of_a_later_megatron(check: Any, line: str, flag: str) -> None:
+    """In a settings file and in a launch script, where they are refused by their name."""
+    name = line.partition(":")[0]
+    script = f"python pretrain_gpt.py --num-experts 8 --expert-model-parallel-size 4 {flag}"
+    for said in (
+        check(NESTED["Primus"] % f"expert_model_parallel_size: 8, {line}"),
+        check(script, "run.sh"),
+    ):
+        assert said[0] == REFUSED and f"--moe-fssdp with {name}=" in said[1], said
+
+
 @pytest.mark.parametrize("kind", NESTED)
 def test_settings_in_nested_maps(check: Any, kind: str) -> None:
     status, said = check(NESTED[kind] % "expert_model_parallel_size: 8")

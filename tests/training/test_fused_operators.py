@@ -151,18 +151,13 @@ def _compare(name: str, *, frozen: bool = False) -> None:
         quantizers_on_cpu.exact_activations = True
     import flex_backends
     import tiny_gpt
-    from megatron.core import transformer
     from megatron.core.activations import squared_relu
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.transformer.moe import fused_a2a
 
     from megatron_hecate.megatron.grouped_linear import GroupedExperts
 
-    settings = dict(use_transformer_engine_op_fuser=True, **settings)
-    if not hasattr(
-        transformer.TransformerConfig, "moe_ncclep_static_shape"
-    ):  # 0.20: shapes are, by the factor
-        settings.pop("moe_ncclep_static_shape", None)
+    settings = flex_backends.valid(dict(use_transformer_engine_op_fuser=True, **settings))
     activation = settings.get("activation_func", "silu")
     if activation != "silu":
         settings["activation_func"] = squared_relu if activation == "squared_relu" else quick_gelu

@@ -251,15 +251,17 @@ def test_a_configuration_that_is_copied_part_by_part() -> None:
         assert not hasattr(value, "__dict__") or hasattr(copy.copy(value), "__dict__"), name
 
 
+@pytest.mark.parametrize("framework", ["slime", pytest.param("miles", marks=pytest.mark.slow)])
 @ranks(2)
-def test_weights_that_slime_reads_and_swaps() -> None:
+def test_weights_that_slime_reads_and_swaps(framework: str) -> None:
     """Off the modules, by names of experts, through one module. Oracle: stock's parameters."""
     import tiny_gpt
     import torch
 
-    from megatron_hecate.homes.converters import LIBRARIES, SLIME
+    from megatron_hecate.homes.converters import NAMED
 
-    names = LIBRARIES[SLIME][1]
+    names = NAMED
+    module = f"{framework}.backends.megatron_utils.update_weight.common"
 
     def reader(*args: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for chunk in args[-1]:
@@ -268,9 +270,9 @@ def test_weights_that_slime_reads_and_swaps() -> None:
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=5)
-    weights = types.ModuleType(SLIME)
-    with mock.patch.dict(sys.modules, {SLIME: weights}):
-        with pytest.raises(ValueError, match="slime has no _named_params_and_buffers_global"):
+    weights = types.ModuleType(module)
+    with mock.patch.dict(sys.modules, {module: weights}):
+        with pytest.raises(ValueError, match=f"{module} has no {names[0]}"):
             tiny_gpt.train(case, steps=5, hook=rehoming_hook())
         vars(weights).update(dict.fromkeys(names, reader))
         ours = tiny_gpt.train(case, steps=5, hook=rehoming_hook())

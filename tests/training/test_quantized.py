@@ -9,6 +9,7 @@ that meet in a GEMM share scales, and replicas change which do.
 from __future__ import annotations
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -307,6 +308,31 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
         with pytest.raises(
             ValueError, match=said + r".* set model\.moe_grouped_gemm=true or --moe-grouped-gemm"
         ):
+            tiny_gpt.fssdp_hook()(chunks)
+
+
+@ranks(2, preload="te-blackwell")
+def test_unknown_quantizers_of_one_linear_are_refused() -> None:
+    """Settings of `quant_recipe`, which Megatron keeps on each linear; two of them are of later versions."""
+    case = case_of(LAYOUTS["mxfp8"])
+    import tiny_gpt
+    from megatron.core.extensions.transformer_engine import TEQuantizationRecipe
+
+    chunks, _ = tiny_gpt.build(case)
+    linear = tiny_gpt.moe_layers(chunks)[1].experts.linear_fc2
+    for field, value in (
+        ("custom_recipe_factory", "package.factory"),
+        ("recipe_attrs", {"fp8_dpa": True}),
+        ("mxfp8_2d_quantization", True),
+    ):
+        recipe = TEQuantizationRecipe(fp8_quantization_recipe="mxfp8")
+        setattr(recipe, field, value)
+        linear.te_quant_params = types.SimpleNamespace(training_recipe=recipe)
+        message = (
+            f"layer 2: TEGroupedMLP.linear_fc2 with {field}: custom quantizers are unknown; "
+            "change model.quant_recipe"
+        )
+        with pytest.raises(ValueError, match=message):
             tiny_gpt.fssdp_hook()(chunks)
 
 

@@ -1,8 +1,9 @@
-"""slime's routing replay is the forecast: of all microbatches of a step where one plan serves them.
+"""slime's and miles' routing replay is the forecast: of all microbatches of a step where one plan serves them.
 
 The loop follows slime 624b824a: ``slime/utils/routing_replay.py`` (a router's list of routes, one entry per forward of
 a rollout), ``fill_routing_replay`` and ``train_actor`` in ``slime/backends/megatron_utils/actor.py``, and
-``forward_step`` in ``model.py`` there. With $HECATE_SLIME, the folder of a checkout, slime's own module replays.
+``forward_step`` in ``model.py`` there; miles, a fork of slime, has the same loop and a stage of its own (31f1ca961:
+``miles/utils/replay_base.py``). With $HECATE_SLIME and $HECATE_MILES, folders of checkouts, their own modules replay.
 
 Oracle: stock Megatron in the same loop; loads counted token by token in Python.
 """
@@ -28,46 +29,102 @@ ROLLOUTS, STEPS, MICROBATCHES = 2, 2, 3  # steps of a rollout, microbatches of a
 
 
 class Adapter:
-    """Router replay of Megatron that calls slime's top k, where slime patches Megatron's function around it."""
+    """Router replay of Megatron that calls a framework's top k, which patches Megatron's function around it."""
 
-    def __init__(self, slime: types.ModuleType, replay: Any) -> None:
-        self._slime = slime
-        self._replay = replay
+    def __init__(self, compute_topk: Any) -> None:
+        self._compute_topk = compute_topk
 
     def get_replay_topk(self, scores: torch.Tensor, topk: int, *args: Any) -> tuple:
-        self._slime.set_routing_replay(self._replay)
-        compute_topk = self._slime.get_routing_replay_compute_topk(args[-1])
-        return compute_topk(scores, topk, *args[:-1])
+        return self._compute_topk(args[-1])(scores, topk, *args[:-1])
 
 
-def routes_of(forward: int, layer: int, rank: int) -> torch.Tensor:
-    """[T, 2] experts of each token in a forward, counted over all rollouts; most choose the same one."""
+class Slime:
+    """slime's module, or the stand-in for it."""
+
+    pads = False
+
+    def __init__(self) -> None:
+        self._module = own_module("HECATE_SLIME", "slime.utils.routing_replay")
+        if self._module is None:
+            self._module = importlib.import_module("slime_routing_replay")
+        elif hasattr(self._module, "accelerator"):
+            self._module.accelerator.current_device = lambda: "cpu"
+        os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+
+    def attach(self, router: Any) -> None:
+        router.routing_replay = replay = self._module.RoutingReplay()
+
+        def compute_topk(old: Any) -> Any:
+            self._module.set_routing_replay(replay)
+            return self._module.get_routing_replay_compute_topk(old)
+
+        router.router_replay = Adapter(compute_topk)
+
+    def set_stage(self, stage: str) -> str:
+        before = os.environ.get("ROUTING_REPLAY_STAGE", "")
+        os.environ["ROUTING_REPLAY_STAGE"] = stage
+        return before
+
+
+class Miles:
+    """miles' module, or the stand-in for it."""
+
+    pads = True
+
+    def __init__(self) -> None:
+        module = own_module("HECATE_MILES", "miles.utils.replay_base")
+        if module is None:
+            module = importlib.import_module("miles_replay_base")
+        torch.cuda.current_device = lambda: "cpu"
+        self._manager = module.routing_replay_manager
+        self._manager.enabled = True
+
+    def attach(self, router: Any) -> None:
+        self._manager.register_to_module(router, "routing_replay")
+        get_topk_fn = self._manager.get_topk_fn
+        router.router_replay = Adapter(lambda old: get_topk_fn(old, return_probs=True))
+
+    def set_stage(self, stage: str) -> str:
+        before, self._manager.stage = self._manager.stage, stage
+        return before
+
+
+FRAMEWORKS: dict[str, type[Slime] | type[Miles]] = {"slime": Slime, "miles": Miles}
+
+
+def own_module(variable: str, name: str) -> types.ModuleType | None:
+    """A framework's own module in the checkout that ``variable`` names, with memory that is not pinned."""
+    if variable not in os.environ:
+        return None
+    sys.path.insert(0, os.environ[variable])
+    empty_like = torch.empty_like
+    torch.empty_like = lambda *args, pin_memory=False, **settings: empty_like(*args, **settings)
+    return importlib.import_module(name)
+
+
+def routes_of(forward: int, layer: int, rank: int, pads: bool = False) -> torch.Tensor:
+    """[T, 2] experts of each token in a forward, counted over all rollouts; most choose the same one.
+
+    With ``pads`` the last tokens are padding, marked by -1.
+    """
     generator = torch.Generator().manual_seed(100 * forward + 10 * layer + rank)
     scores = torch.rand(TOKENS, EXPERTS, generator=generator)
     scores[torch.arange(TOKENS) % 3 > 0, (3 * forward + layer) % EXPERTS] += 1
-    return scores.topk(2).indices.int()
+    routes = scores.topk(2).indices.int()
+    if pads:
+        routes[-5:] = -1
+    return routes
 
 
-def count(forwards: Iterable[int], layer: int) -> np.ndarray:
-    """[E] tokens of both ranks, one by one."""
+def count(forwards: Iterable[int], layer: int, pads: bool) -> np.ndarray:
+    """[E] tokens of both ranks, one by one; padding goes to experts 0 and 1."""
     load = np.zeros(EXPERTS, dtype=np.int64)
     for forward in forwards:
         for rank in range(2):
-            for expert in routes_of(forward, layer, rank).flatten().tolist():
-                load[expert] += 1
+            for token in routes_of(forward, layer, rank, pads).tolist():
+                for expert in (0, 1) if token == [-1, -1] else token:
+                    load[expert] += 1
     return load
-
-
-def slime_module() -> types.ModuleType:
-    """The stand-in, or slime's own module, whose memory is on the CPU and not pinned."""
-    if "HECATE_SLIME" not in os.environ:
-        return importlib.import_module("slime_routing_replay")
-    sys.path.insert(0, os.environ["HECATE_SLIME"])
-    slime = importlib.import_module("slime.utils.routing_replay")
-    slime.accelerator.current_device = lambda: "cpu"
-    empty_like = torch.empty_like
-    torch.empty_like = lambda *args, pin_memory=False, **settings: empty_like(*args, **settings)
-    return slime
 
 
 class Lazy:
@@ -80,9 +137,7 @@ class Lazy:
         return self._routes
 
 
-def train(
-    case: Any, slime: types.ModuleType, *, has_lazy_rank: bool = False, **settings: Any
-) -> Any:
+def train(case: Any, framework: Any, *, has_lazy_rank: bool = False, **settings: Any) -> Any:
     """Replay the routes of each rollout, in a pass for log-probabilities and in the steps.
 
     Rank 1 may have a tensor of the first microbatch of a step only.
@@ -94,22 +149,21 @@ def train(
     run = tiny_gpt.train(case, steps=0, hook=hook)
     routers = [layer.router for layer in tiny_gpt.moe_layers(run.chunks)]
     for router in routers:
-        router.routing_replay = slime.RoutingReplay()
-        router.router_replay = Adapter(slime, router.routing_replay)
+        framework.attach(router)
     rank = parallel_state.get_data_parallel_rank()
     for rollout in range(ROLLOUTS):
         forwards = range(rollout * STEPS * case.accumulate, (rollout + 1) * STEPS * case.accumulate)
         for forward in forwards:
             for index, router in enumerate(routers):
-                routes = routes_of(forward, index, rank)
+                routes = routes_of(forward, index, rank, framework.pads)
                 is_lazy = has_lazy_rank and rank and forward % case.accumulate
                 router.routing_replay.record(Lazy(routes) if is_lazy else routes)
-        os.environ["ROUTING_REPLAY_STAGE"] = "replay_forward"
+        framework.set_stage("replay_forward")
         with tiny_gpt.evaluating(run.chunks):
             tiny_gpt.run(case, run.chunks, 0, num_microbatches=case.accumulate, forward_only=True)
         for router in routers:
             router.routing_replay.clear_forward()
-        os.environ["ROUTING_REPLAY_STAGE"] = "replay_backward"
+        framework.set_stage("replay_backward")
         for step in range(STEPS):
             run.step(STEPS * rollout + step)
         for router in routers:
@@ -118,15 +172,18 @@ def train(
     return run
 
 
-def set_stage_in_forward() -> None:
+def set_stage_in_forward(framework: Any) -> None:
     """Have training forwards replay forwards; around them the stage is that of recomputation."""
     import tiny_gpt
 
     original = tiny_gpt.forward_step
 
     def forward_step(*args: Any, **settings: Any) -> Any:
-        with mock.patch.dict(os.environ, ROUTING_REPLAY_STAGE="replay_forward"):
+        before = framework.set_stage("replay_forward")
+        try:
             return original(*args, **settings)
+        finally:
+            framework.set_stage(before)
 
     tiny_gpt.forward_step = forward_step
 
@@ -141,27 +198,29 @@ def set_stage_in_forward() -> None:
     ],
     ids=["iteration", "microbatch", "layer-recompute"],
 )
+@pytest.mark.parametrize("name", FRAMEWORKS)
 @ranks(2)
-def test_plans_are_made_for_the_replayed_routes(lifetime: str, megatron: dict) -> None:
+def test_plans_are_made_for_the_replayed_routes(name: str, lifetime: str, megatron: dict) -> None:
     """From the first step on, and with lifetime ``iteration`` for the sum of all microbatches of the step."""
     import tiny_gpt
 
     from megatron_hecate.record.metrics import layer_metrics
 
-    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
     case = tiny_gpt.Case(accumulate=MICROBATCHES, settings=tuple(megatron.items()))
     tiny_gpt.initialize(case)
-    set_stage_in_forward()
-    slime = slime_module()
-    stock = train(case, slime)
+    framework = FRAMEWORKS[name]()
+    set_stage_in_forward(framework)
+    stock = train(case, framework)
     found: list[np.ndarray] = []
     note_forecasts(found)
-    ours = train(case, slime, lifetime=lifetime, slots=2, late_replicas=2)
+    ours = train(case, framework, lifetime=lifetime, slots=2, late_replicas=2)
     tiny_gpt.assert_trained_alike(stock, ours, lifetime)
     planned = MICROBATCHES if lifetime == "iteration" else 1
     starts = range(0, ROLLOUTS * STEPS * MICROBATCHES, planned)
     true = [
-        count(range(start, start + planned), layer) for start in starts for layer in range(LAYERS)
+        count(range(start, start + planned), layer, framework.pads)
+        for start in starts
+        for layer in range(LAYERS)
     ]
     assert len(found) == len(true)
     assert all(map(np.array_equal, found, true)), (found, true)
@@ -176,15 +235,14 @@ def test_ranks_that_know_different_numbers_of_microbatches_plan_alike() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
     case = tiny_gpt.Case(accumulate=MICROBATCHES)
     tiny_gpt.initialize(case)
-    set_stage_in_forward()
-    slime = slime_module()
-    stock = train(case, slime)
+    framework = Slime()
+    set_stage_in_forward(framework)
+    stock = train(case, framework)
     found: list[np.ndarray] = []
     note_forecasts(found)
-    ours = train(case, slime, has_lazy_rank=True, slots=2)
+    ours = train(case, framework, has_lazy_rank=True, slots=2)
     tiny_gpt.assert_trained_alike(stock, ours)
     planned: list[Any] = [None, None]
     dist.all_gather_object(planned, [forecast.tolist() for forecast in found])
@@ -237,3 +295,32 @@ def test_what_is_read_off_the_list() -> None:
     del replay.top_indices_list
     with mock.patch.dict(os.environ, on):
         assert not has_replay(layer) and not replays(layer)
+
+
+@pytest.mark.fast
+def test_what_is_read_of_miles() -> None:
+    """Literal entries where its own object says so, whatever slime's environment says; padding as its router routes it."""
+    import miles_replay_base
+
+    from megatron_hecate.megatron.router_replay import as_routed, may_replay, next_routes, replays
+
+    manager = miles_replay_base.Manager()
+    router = torch.nn.Module()
+    assert not may_replay([router])
+    manager.register_to_module(router, "routing_replay")
+    layer = types.SimpleNamespace(
+        router=router, config=types.SimpleNamespace(moe_router_fusion=False, num_moe_experts=8)
+    )
+    routes = torch.tensor([[5, 2], [-1, -1], [-1, 7]], dtype=torch.int32)
+    router.routing_replay.record(routes)
+    slime = dict(ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="replay_forward")
+    with mock.patch.object(miles_replay_base, "routing_replay_manager", manager):
+        for enabled, stage in ((False, "replay_forward"), (True, "record"), (True, "fallthrough")):
+            manager.enabled, manager.stage = enabled, stage
+            with mock.patch.dict(os.environ, slime):
+                assert not replays(layer) and next_routes(layer, 3) == []
+        manager.enabled, manager.stage = True, "replay_forward"
+        assert may_replay([router]) and replays(layer)
+        ((found, mask),) = next_routes(layer, 3)
+        assert found is routes and mask is None
+        assert as_routed(layer, routes).tolist() == [[5, 2], [0, 1], [-1, 7]]

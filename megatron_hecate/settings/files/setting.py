@@ -15,6 +15,8 @@ NEGATED = {
 MODELOPT = (("quant_cfg",), ("qat", "enable"))
 # values of other frameworks' settings that switch something off
 OFF = (None, False, 0, "", "full", "none", "None", "null", "freeze", "false", "False")
+# fields whose value is a map, written as a section
+MAPS = {"fp8_recipe_attrs", "fp4_recipe_attrs"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Setting:
             return {self.field: self.value not in OFF}
         if self.name in NEGATED and self.value is True:
             return {NEGATED[self.name]: False}
+        if self.path and self.path[-1] in MAPS:
+            return {self.path[-1]: {self.name: self.value}}
         return {self.field: self.value}
 
 

@@ -52,7 +52,8 @@ class _ByExpert:
         first = group.rank() * num_local
         own = _gather(routing_map, group)[:, first : first + num_local]
         expert, self.token = own.t().nonzero(as_tuple=True)
-        self.overflow = torch.tensor(int(budget is not None and len(expert) > budget))
+        self.wanted = len(expert)
+        self.overflow = torch.tensor(int(budget is not None and self.wanted > budget))
         self.column, self.token = (expert + first)[:budget], self.token[:budget]
         self.group, self.shape = group, routing_map.shape
         tokens = torch.bincount(expert[:budget], minlength=num_local)
@@ -227,6 +228,7 @@ class _EpBuffer:
             "the group was bootstrapped for others"
         )
         self.group, self.num_local, self.capacity = group, num_local_experts, recv_capacity_per_rank
+        self.total_recv_tokens = torch.zeros(1, dtype=torch.int64)
 
 
 class _Bootstrapped:
@@ -243,6 +245,7 @@ class _EpDispatch(torch.autograd.Function):
             routing_map, buffer.group, buffer.num_local, buffer.capacity
         )
         assert not buffer.rows.overflow, "the real one traps"
+        buffer.total_recv_tokens[0] = buffer.rows.wanted
         ctx.chosen = chosen
         return *buffer.rows.dispatch(x, probs), buffer.rows.counts
 
@@ -314,6 +317,22 @@ def te_ep() -> types.ModuleType:
         ep_combine,
     )
     return module
+
+
+def valid(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings of NCCL EP as this Megatron takes them.
+
+    0.19 always needs a factor. In 0.20 it selects static shapes, for the fused operators over grouped experts only.
+    """
+    from megatron.core.transformer import TransformerConfig
+
+    if hasattr(TransformerConfig, "moe_ncclep_static_shape"):
+        return settings
+    dropped = {"moe_ncclep_static_shape"}
+    is_fused = settings.get("use_transformer_engine_op_fuser")
+    if settings.get("moe_flex_dispatcher_backend") == "ncclep" and not is_fused:
+        dropped.add("moe_expert_rank_capacity_factor")
+    return {name: value for name, value in settings.items() if name not in dropped}
 
 
 def install() -> None:
