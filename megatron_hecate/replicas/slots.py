@@ -83,7 +83,7 @@ class ReplicaSlots:
     def is_trained(self) -> bool:
         """True if any expert of the layer is trained, on any rank."""
         trained = self.trained()
-        return trained is None or trained.any
+        return trained is None or trained.is_any_trained
 
     def trained_weights(self, plan: TransferPlan) -> list[bool]:
         """Return for each weight whether it gets gradients: homes, then slots, flat.

@@ -58,7 +58,7 @@ class TrainedParts:
         return cls(apply_group_rule(requires_grad, layout))
 
     @property
-    def any(self) -> bool:
+    def is_any_trained(self) -> bool:
         """True if any parameter is trained."""
         return bool(self.flags.any())
 
