@@ -249,8 +249,10 @@ def _find_shared_experts(model: Model) -> list[str]:
     """List layers that share one module of experts: its replicas belong to one layer's routes."""
     layers_with: dict[int, list[str]] = {}
     for layer in model.layers:
-        name = training_state.name_of_layer(layer)
-        layers_with.setdefault(id(layer.experts), []).append(name)
+        # a layer of one kernel has no module of experts, which is refused elsewhere
+        if layer.experts is not None:
+            name = training_state.name_of_layer(layer)
+            layers_with.setdefault(id(layer.experts), []).append(name)
     return [
         f"{', '.join(names)} share one module of experts; give each layer a module of its own (it "
         "may have the same parameters), or leave --moe-fssdp off"
