@@ -7,6 +7,7 @@ scaling, activation statistics, steering, pruning, `torch.nn.utils.parametrize`,
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -371,7 +372,7 @@ def test_one_module_of_experts_in_two_layers() -> None:
         with pytest.raises(ValueError, match=r"layer 1, layer 2 share one module of experts; give"):
             tiny_gpt.fssdp_hook(slots=slots)(tie(chunks))
         assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
-    observe = tiny_gpt.fssdp_hook(observe=True, record="observed")
+    observe = tiny_gpt.fssdp_hook(observe=True, record=os.environ["TEST_FOLDER"] + "/observed")
     assert train(lambda chunks: observe(tie(chunks))) == train(tie)
     ours = train(lambda chunks: tiny_gpt.fssdp_hook()(tie_weights(chunks)))
     assert ours == pytest.approx(train(tie_weights), rel=1e-5)
