@@ -160,7 +160,7 @@ def _note(
         # speeds by value: ranks may read the file under different paths
         settings={**dataclasses.asdict(config), "speeds": dataclasses.asdict(speeds)},
         layers=[training_state.name_of_layer(layer) for layer in model.layers],
-        shapes=[part.experts.shapes for part in parts],
+        experts=[part.experts.description for part in parts],
         problems=problems,
         summary=summary,
         memory=memory,

@@ -34,8 +34,8 @@ class Note:
         memory: fields of `RankMemory`, needed and free bytes; empty without MoE layers.
         slower_by_engines: see `Connection`.
         rounds: line about the rounds of a gradient return (`P2P.explain_rounds`), or empty.
-        shapes: shapes of an expert's parameters in each layer, which must be equal on all ranks;
-            empty with problems.
+        experts: description of an expert in each layer, which must be equal on all ranks; empty
+            with problems.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -45,7 +45,7 @@ class Note:
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
     slower_by_engines: float | None = None
     rounds: str = ""
-    shapes: list[str] = dataclasses.field(default_factory=list)
+    experts: list[str] = dataclasses.field(default_factory=list)
 
     def agree(
         self,
@@ -106,20 +106,21 @@ def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
 
 
 def _find_unequal_experts(notes: Sequence[Note]) -> Iterable[str]:
-    """Yield a line for each layer whose experts differ in size between ranks."""
+    """Yield a line for each layer whose experts differ between ranks."""
     ranks_with: dict[str, dict[str, list[int]]] = {}
     for rank, note in enumerate(notes):
-        # no shapes with problems
-        for layer, shapes in zip(note.layers, note.shapes, strict=False):
-            ranks_with.setdefault(layer, {}).setdefault(shapes, []).append(rank)
-    for layer, by_shapes in ranks_with.items():
-        if len(by_shapes) > 1:
+        # no descriptions with problems
+        for layer, description in zip(note.layers, note.experts, strict=False):
+            ranks_with.setdefault(layer, {}).setdefault(description, []).append(rank)
+    for layer, kinds in ranks_with.items():
+        if len(kinds) > 1:
             listed = " and ".join(
-                f"{shapes} on ranks {format_ranks(ranks)}" for shapes, ranks in by_shapes.items()
+                f"{description} on ranks {format_ranks(ranks)}"
+                for description, ranks in kinds.items()
             )
             yield (
-                f"{layer}: experts have parameters of {listed}; replicas need experts of one "
-                "size: make them equal, or leave --moe-fssdp off"
+                f"{layer}: experts have {listed}; replicas need experts of one kind and size: make "
+                "them equal, or leave --moe-fssdp off"
             )
 
 

@@ -26,6 +26,7 @@ from megatron_hecate.megatron.home_parameters import HomeParameters
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.sequential_experts import (
     check_settings,
+    describe_activation,
     explain_difference,
     format_shapes,
     list_parameters,
@@ -99,10 +100,12 @@ class PhysicalExperts:
             "weight" in name and _fuses_wgrad(linear)
             for name, linear in zip(self._names, linears, strict=True)
         ]
-        self.shapes = format_shapes(self.home(0))
+        shapes = format_shapes(self.home(0))
         for index, home in enumerate(self.homes()):
-            if (other := format_shapes(home)) != self.shapes:
-                raise ValueError(explain_difference(index, f"parameters of {other}", self.shapes))
+            if (other := format_shapes(home)) != shapes:
+                raise ValueError(explain_difference(index, f"parameters of {other}", shapes))
+        # which must be equal on all ranks
+        self.description = f"parameters of {shapes} and activation {describe_activation(experts)}"
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.home(0)),
             fused=tuple(fused),

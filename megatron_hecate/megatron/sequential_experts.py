@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
@@ -43,15 +45,14 @@ def list_parameters(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
         for name in {**wanted, **properties}:
             of_expert, of_first = properties.get(name), wanted.get(name)
             if of_expert != of_first:
-                raise ValueError(
-                    explain_difference(index, f"{name}={of_expert}", f"{name}={of_first}")
-                )
+                shown = (f"{name}={_shown(of_expert)}", f"{name}={_shown(of_first)}")
+                raise ValueError(explain_difference(index, *shown))
     linears = [first.get_submodule(name.rpartition(".")[0]) for name in names]
     return [f"local_experts.{{}}.{name}" for name in names], linears
 
 
 # Types of the attributes in which experts of one kind are equal.
-_PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType)
+_PLAIN = (bool, int, float, str, FunctionType, BuiltinFunctionType, partial, TransformerConfig)
 
 
 def _properties(expert: Module) -> dict[str, Any]:
@@ -64,8 +65,14 @@ def _properties(expert: Module) -> dict[str, Any]:
             properties[prefix + name] = None if parameter is None else format_shapes([parameter])
         for name, value in vars(module).items():
             if isinstance(value, _PLAIN):
-                properties[prefix + name] = getattr(value, "__qualname__", value)
+                properties[prefix + name] = value
     return properties
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, TransformerConfig):
+        return f"another {type(value).__name__}"
+    return str(getattr(value, "__qualname__", value))
 
 
 def explain_difference(index: int, of_expert: str, of_first: str) -> str:
@@ -74,6 +81,14 @@ def explain_difference(index: int, of_expert: str, of_first: str) -> str:
         f"expert {index} of this rank has {of_expert}, expert 0 has {of_first}; replicas need "
         "experts of one kind and size: make them equal, or leave --moe-fssdp off"
     )
+
+
+def describe_activation(experts: Module) -> str:
+    """Name the activation functions of ``experts`` and of their configuration."""
+    owners = (experts, experts.config, *experts.modules())
+    functions = [getattr(owner, "activation_func", None) for owner in owners]
+    names = [getattr(function, "__qualname__", None) for function in functions]
+    return ", ".join(sorted(set(filter(None, names))))
 
 
 def format_shapes(parameters: Sequence[Tensor]) -> str:

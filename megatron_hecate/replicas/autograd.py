@@ -139,33 +139,42 @@ class PendingGradients:
             node: the `_Homes` node of the running backward.
             label: name of the layer.
         """
-        # Autograd carries placeholders for fused weights, in stock Megatron as well.
-        if self.layout.fuses_any:
+        # Autograd carries placeholders for fused weights, in stock Megatron as well. And a backward
+        # without destinations executes any node.
+        if self.layout.fuses_any or torch._C._will_engine_execute_node(_NO_NODE):
             return
-        index, trained = self._first_trained()
         parts = len(self.layout.shapes)
-        try:
-            for accumulate, _ in node.next_functions[index * parts : (index + 1) * parts]:
-                if accumulate is not None:
-                    torch._C._will_engine_execute_node(accumulate)
-        except RuntimeError as error:
-            if not any(hasattr(p, "main_grad") for p in trained) or self._is_hooked(index):
-                return
+        for place, (accumulate, _) in enumerate(node.next_functions[: len(self.homes) * parts]):
+            if accumulate is None:
+                continue
+            try:
+                if torch._C._will_engine_execute_node(accumulate):
+                    continue
+                cause = None
+            except RuntimeError as error:
+                # Autograd returns this gradient.
+                index, part = divmod(place, parts)
+                if self._is_hooked(index) or not hasattr(self.homes[index][part], "main_grad"):
+                    continue
+                cause = error
             raise RuntimeError(
                 f"{label}: torch.autograd.grad of experts' weights leaves out what their replicas "
-                "add; call backward() of the loss instead and read main_grad after "
-                "finish_grad_sync(), or leave these weights out"
-            ) from error
+                "add, and backward(inputs=...) of some weights adds to others; call backward() of "
+                "the loss instead and read main_grad after finish_grad_sync(), or leave experts' "
+                "weights out"
+            ) from cause
 
-    def _first_trained(self) -> tuple[int, list[Parameter]]:
-        """Return the first home with trained parameters, and these; or home 0 and none."""
-        for index, home in enumerate(self.homes):
-            if trained := [p for p in home if p.requires_grad]:
-                return index, trained
-        return 0, []
+    def is_trained(self, index: int, part: int) -> bool:
+        """Return whether a parameter of home ``index`` gets gradients, as in stock Megatron."""
+        if self.layout.is_grouped and self.layout.fused[part]:
+            # TransformerEngine asks the first weight of a fused GEMM only.
+            index = 0
+        return self.homes[index][part].requires_grad
 
     def main_grads(self, index: int) -> list[Tensor] | None:
-        if self._is_hooked(index) or not all(p.requires_grad for p in self.homes[index]):
+        if self._is_hooked(index):
+            return None
+        if not all(self.is_trained(index, part) for part in range(len(self.layout.shapes))):
             return None
         found = [getattr(p, "main_grad", None) for p in self.homes[index]]
         fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in found)
@@ -183,8 +192,9 @@ class PendingGradients:
             self._sums[index] = total.clone()
 
     def _add_to_main_grads(self, index: int, total: Tensor) -> None:
-        for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
-            if not p.requires_grad:
+        for at, part in enumerate(self.layout.views(total)):
+            p = self.homes[index][at]
+            if not self.is_trained(index, at):
                 continue
             if hasattr(p, "main_grad"):
                 p.main_grad += part
@@ -236,7 +246,7 @@ class PendingGradients:
             for at, part in enumerate(views, index * parts):
                 p = self.homes[index][at - index * parts]
                 grad = grads[at]
-                if not p.requires_grad:
+                if not self.is_trained(index, at - index * parts):
                     continue
                 if part is not None:
                     grads[at] = (part if grad is None else part + grad).to(p.dtype)
@@ -277,3 +287,6 @@ class _Homes(torch.autograd.Function):
 
 
 _join_homes = direct_apply(_Homes)
+
+# Node of no graph, which a backward with destinations does not execute.
+_NO_NODE = torch.empty(0, requires_grad=True).view(0).grad_fn.next_functions[0][0]

@@ -47,6 +47,8 @@ class BoundWeights:
     ) -> None:
         self.plan = plan
         own = list(chain.from_iterable(homes))
+        # Of the homes, when the weights were bound.
+        self.requires_grad = [p.requires_grad for p in own]
         self.is_trained = trained is not None
         # An empty slot may hold any values: it has no tokens. Detached tensors are no views, whose
         # nodes autograd would replace after writes.

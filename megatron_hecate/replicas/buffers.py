@@ -302,8 +302,9 @@ class BufferPool:
             raise RuntimeError(
                 f"{label}: all {len(self._weights)} buffers hold replicas of microbatches whose "
                 "backward has not run; the schedule runs more forwards ahead than Megatron's "
-                "schedules do, or backwards were left out; use --moe-fssdp-lifetime layer, and run "
-                "forwards without a backward under torch.no_grad()"
+                "schedules do, or backwards were left out, as those of recomputed layers behind "
+                "frozen ones; use --moe-fssdp-lifetime layer, and run forwards without a backward "
+                "under torch.no_grad()"
             )
         return self._free.pop()
 

@@ -46,6 +46,11 @@ class ChunkLayout:
         """True if the gradients of all parameters are fused."""
         return all(self.fused)
 
+    @property
+    def has_biases(self) -> bool:
+        """True if any parameter is a vector."""
+        return any(len(shape) == 1 for shape in self.shapes)
+
     def views(self, chunk: Tensor) -> list[Tensor]:
         """Return the parameters in one ``chunk`` [elements], as views."""
         # `Tensor.split` runs Python around this method

@@ -194,7 +194,8 @@ class Replicas:
         pending, token = joined_homes or PendingGradients.join_homes(
             self.slots.experts.homes(), self.slots.experts.layout
         )
-        return bound.join(hidden, token, partial(self._take_gradients, pending))
+        take = partial(self._take_gradients, pending, bound.requires_grad)
+        return bound.join(hidden, token, take)
 
     def _bound(self) -> BoundWeights:
         """Return the weights, made once per plan.
@@ -251,11 +252,20 @@ class Replicas:
             self._grad_buffer.begin_sums(from_zero=self.slots.experts.layout.fuses_any)
 
     def _take_gradients(
-        self, pending: PendingGradients, node: Any, grads: list[Tensor | None]
+        self,
+        pending: PendingGradients,
+        requires_grad: list[bool],
+        node: Any,
+        grads: list[Tensor | None],
     ) -> None:
         """Take one microbatch's gradients of all weights, or queue delayed gradients."""
         trace.add("experts backward", self.label, self._backward_began)
         pending.check_destination(node, self.label)
+        if requires_grad != [p.requires_grad for home in pending.homes for p in home]:
+            raise RuntimeError(
+                f"{self.label}: parameters of experts were frozen or unfrozen within an iteration; "
+                "do so after the optimizer's step, before the next forward"
+            )
         if self.slots.experts.delayed is None:
             pending.take(self._add_gradients(pending, grads))
         else:

@@ -55,6 +55,17 @@ class TrainedParts:
                     "model.delay_wgrad_compute=false, or use --no-gradient-accumulation-fusion, "
                     "and neither --use-transformer-engine-op-fuser nor --delay-wgrad-compute"
                 )
+        first = requires_grad[:, :1]
+        if is_mixed and layout.is_grouped and layout.has_biases:
+            is_lost = requires_grad.any(axis=(1, 2)) & ~first.any(axis=(1, 2))
+            if is_lost.any():
+                rank = int(is_lost.argmax())
+                raise ValueError(
+                    f"{label}: the first expert of rank {rank} (in its expert-parallel group) is "
+                    "frozen and others of this rank are not: a grouped GEMM computes no weight "
+                    "gradients then, but some of biases; freeze other experts, or set "
+                    "model.add_bias_linear=false or use --disable-bias-linear"
+                )
         return cls(apply_group_rule(requires_grad, layout))
 
     @property
@@ -76,8 +87,10 @@ class TrainedParts:
 def apply_group_rule(requires_grad: np.ndarray, layout: ChunkLayout) -> np.ndarray:
     """Return which parameters get gradients, from ``requires_grad`` [..., H, parts].
 
-    TransformerEngine's grouped GEMM computes no gradients if its first weight is frozen.
+    TransformerEngine's grouped GEMM computes no gradients if its first weight is frozen. If its
+    gradients are fused and the first weight is trained, it computes those of frozen weights, too.
     """
     if not layout.is_grouped:
         return requires_grad
-    return requires_grad & requires_grad[..., :1, :]
+    first = requires_grad[..., :1, :]
+    return np.where(layout.fused, first, requires_grad & first)

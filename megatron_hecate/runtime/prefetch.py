@@ -169,7 +169,8 @@ class Prefetcher(Uncopied):
                 raise NotImplementedError(
                     f"{state.name} is recomputed in the backward, but its forward ran without "
                     "gradients, where it looks like evaluation; use --recompute-granularity, or "
-                    "torch's or TransformerEngine's checkpoint"
+                    "torch's or TransformerEngine's checkpoint, and several backwards through one "
+                    "forward (retain_graph=True) only with --moe-fssdp-lifetime iteration"
                 )
             if state.skip_stock_backward():
                 return None
@@ -389,8 +390,7 @@ class Prefetcher(Uncopied):
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()
-        if self.states[0].config.slots:
-            self._trained.begin_iteration(self.monitor.num_frozen)
+        self._trained.begin_iteration(self.monitor.num_frozen)
         self.forecast = self.routes.begin_iteration(self.monitor.history.forecast())
         if self.rehoming is not None:
             self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)

@@ -51,13 +51,17 @@ class TrainedExperts:
     def begin_iteration(self, num_frozen: int | None) -> None:
         """Start to exchange the trained parameters, unless all are trained.
 
-        Collective if ``num_frozen`` is not 0.
+        Collective if ``num_frozen`` is not 0, and where homes move.
 
         Args:
             num_frozen: frozen parameters of all ranks in the last iteration; ``None`` if unknown.
+
+        Raises:
+            ValueError: on all ranks, if homes move and some experts are frozen.
         """
         self._exchanged = self._layers = None
-        if num_frozen == 0:
+        config = self._states[0].config
+        if not config.rehome and (num_frozen == 0 or not config.slots):
             return
         flags = torch.zeros((self._group.size(), sum(self._sizes)), dtype=torch.int64)
         flags[self._group.rank()] = torch.tensor(self._requires_grad())
@@ -65,10 +69,15 @@ class TrainedExperts:
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream()
             flags = flags.pin_memory().to(device, non_blocking=True)
-        timeout = self._states[0].config.timeout
         self._exchanged = GroupSum(
-            flags, self._group, timeout=timeout, stream=self._stream, what="frozen parameters"
+            flags,
+            self._group,
+            timeout=config.timeout,
+            stream=self._stream,
+            what="frozen parameters",
         )
+        if config.rehome:
+            self._check_movable()
 
     def of_layer(self, index: int) -> TrainedParts | None:
         """Return the trained parameters of layer ``index``; ``None`` if all are trained.
@@ -82,6 +91,16 @@ class TrainedExperts:
             if not flags.all():
                 self._layers = self._split(flags)
         return None if self._layers is None else self._layers[index]
+
+    def _check_movable(self) -> None:
+        """Check that experts can change homes: the same parameters of all are trained."""
+        for state in self._states:
+            trained = self.of_layer(state.index)
+            if trained is not None and (trained.flags != trained.flags[:1, :1]).any():
+                raise ValueError(
+                    f"{state.name}: some experts are frozen, and an expert that moved to their "
+                    "place would not be trained; leave --moe-fssdp-rehome out, or freeze all"
+                )
 
     def _split(self, flags: np.ndarray) -> list[TrainedParts]:
         """Split ``flags`` [R, sum of sizes] by layer."""

@@ -43,12 +43,15 @@ class ExpertParts:
             for name, part in parts.items()
             for child, module in part._modules.items()
         ]
+        # such as activations, of the experts module itself, too
+        self._functions = [
+            (name or "experts", vars(part), attribute, function)
+            for name, part in parts.items()
+            for attribute, function in vars(part).items()
+            if isroutine(function) and attribute not in REPLACED
+        ]
         del parts[""]
         self._parts = [(name, part, type(part), vars(part)) for name, part in parts.items()]
-        self._functions = [
-            (name, attributes, {k: v for k, v in attributes.items() if isroutine(v)})
-            for name, _, _, attributes in self._parts
-        ]
         # modules keep these dictionaries
         self._hooks = [vars(part)[attribute] for part in parts.values() for attribute in HOOKS]
         # number of hooks registered in this process when all hooks of the parts were known
@@ -60,7 +63,7 @@ class ExpertParts:
         Args:
             label: name of the layer, for the error.
             is_first: whether an iteration begins for the first time: Megatron's loggers may be
-                attached, and functions such as activations are checked, too.
+                attached.
 
         Raises:
             ValueError: with each kind of code, and the first module that has it.
@@ -90,6 +93,9 @@ class ExpertParts:
         for _, children, child, module in self._children:
             if child not in children or children[child] is not module:
                 return True
+        for _, attributes, attribute, function in self._functions:
+            if attribute not in attributes or attributes[attribute] is not function:
+                return True
         forward, compiled = REPLACED
         for _, part, kind, attributes in self._parts:
             if part.__class__ is not kind or forward in attributes or compiled in attributes:
@@ -115,10 +121,9 @@ class ExpertParts:
                 yield name, "parametrized weights (torch.nn.utils.parametrize)"
             elif type(part) is not kind:
                 yield name, f"become a {type(part).__qualname__}"
-        for name, attributes, functions in self._functions:
-            for attribute, function in functions.items():
-                if attributes.get(attribute) is not function:
-                    yield name, f"another {attribute}"
+        for name, attributes, attribute, function in self._functions:
+            if attributes.get(attribute) is not function:
+                yield name, f"another {attribute}"
         for name, children, child, module in self._children:
             if (now := children.get(child)) is not module:
                 yield name, f"become a {type(now).__qualname__}"

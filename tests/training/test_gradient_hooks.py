@@ -175,6 +175,14 @@ def test_gradients_by_autograd_grad() -> None:
                     RuntimeError, match=r"call backward\(\) of the loss instead and read main_grad"
                 ):
                     torch.autograd.grad(loop.forward(step, 0), loop.params)
+                # of some experts, in any way
+                weight = (
+                    tiny_gpt.moe_layers(loop.chunks)[0].experts.local_experts[1].linear_fc1.weight
+                )
+                with pytest.raises(RuntimeError, match=r"torch.autograd.grad of experts' weights"):
+                    torch.autograd.grad(loop.forward(step, 0), [weight])
+                with pytest.raises(RuntimeError, match=r"backward\(inputs=...\) of some weights"):
+                    loop.forward(step, 0).backward(inputs=[weight])
             loop.zero()
             (grad,) = torch.autograd.grad(loop.forward(step, 0), seen[-1])
             loss = loop.forward(step, 1)

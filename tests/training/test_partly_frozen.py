@@ -97,6 +97,8 @@ GROUPED = {
         dict(transport="nvlink"),
     ),
     "biases": Case(_always(1, 5), model=dict(settings=(("add_bias_linear", True),))),
+    # for one iteration stock's fused GEMM ignores it
+    "one-step-fused": Case(_in_steps((2,), 5), fused=True),
     "all-later-fused": Case(_in_steps((2, 3), *range(EXPERTS)), fused=True),
 }
 
@@ -207,6 +209,40 @@ def _expert(name: str, first: int) -> int:
         return first + int(name.split(".local_experts.")[1].split(".")[0])
     digits = name.removesuffix("_v").rpartition(".")[2].lstrip("abcdefghijklmnopqrstuvwxyz_")
     return first + int(digits)
+
+
+@ranks(2)
+def test_within_an_iteration() -> None:
+    """An error: replicas' gradients of the first microbatches would be lost, or come too early."""
+    import loops
+    import tiny_gpt
+
+    case = tiny_gpt.Case(skew=4)
+    tiny_gpt.initialize(case)
+    for first in (True, False):
+        loop = loops.Loop(case, tiny_gpt.fssdp_hook())
+        experts = [p for name, p in tiny_gpt._named(loop.chunks) if ".experts." in name]
+        for step in range(2):
+            loop.zero()
+            loop.call(step, 1)
+            loop.update()
+        calls = []
+
+        def forward_step(
+            iterator: Any,
+            model: Any,
+            calls: Any = calls,
+            experts: Any = experts,
+            first: Any = first,
+        ) -> Any:
+            for p in experts:
+                p.requires_grad_(bool(calls) is not first)
+            calls.append(1)
+            return tiny_gpt.forward_step(iterator, model, case=case)
+
+        loop.zero()
+        with pytest.raises(RuntimeError, match="were frozen or unfrozen within an iteration"):
+            loop.reports(2, forward_step, 2)
 
 
 REFUSED = {
