@@ -289,4 +289,5 @@ class _Homes(torch.autograd.Function):
 _join_homes = direct_apply(_Homes)
 
 # Node of no graph, which a backward with destinations does not execute.
-_NO_NODE = torch.empty(0, requires_grad=True).view(0).grad_fn.next_functions[0][0]
+with torch.inference_mode(False), torch.enable_grad():
+    _NO_NODE = torch.empty(0, requires_grad=True).view(0).grad_fn.next_functions[0][0]
