@@ -164,17 +164,20 @@ class PendingGradients:
                 "weights out"
             ) from cause
 
-    def is_trained(self, index: int, part: int) -> bool:
-        """Return whether a parameter of home ``index`` gets gradients, as in stock Megatron."""
-        if self.layout.is_grouped and self.layout.fused[part]:
+    def _trained(self, index: int) -> list[bool]:
+        """Return which parameters of home ``index`` get gradients, as in stock Megatron."""
+        trained = [p.requires_grad for p in self.homes[index]]
+        if self.layout.is_grouped and False in trained:
             # TransformerEngine asks the first weight of a fused GEMM only.
-            index = 0
-        return self.homes[index][part].requires_grad
+            for part, is_fused in enumerate(self.layout.fused):
+                if is_fused:
+                    trained[part] = self.homes[0][part].requires_grad
+        return trained
 
     def main_grads(self, index: int) -> list[Tensor] | None:
         if self._is_hooked(index):
             return None
-        if not all(self.is_trained(index, part) for part in range(len(self.layout.shapes))):
+        if False in self._trained(index):
             return None
         found = [getattr(p, "main_grad", None) for p in self.homes[index]]
         fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in found)
@@ -192,9 +195,9 @@ class PendingGradients:
             self._sums[index] = total.clone()
 
     def _add_to_main_grads(self, index: int, total: Tensor) -> None:
-        for at, part in enumerate(self.layout.views(total)):
-            p = self.homes[index][at]
-            if not self.is_trained(index, at):
+        views = self.layout.views(total)
+        for p, part, is_trained in zip(self.homes[index], views, self._trained(index), strict=True):
+            if not is_trained:
                 continue
             if hasattr(p, "main_grad"):
                 p.main_grad += part
@@ -239,6 +242,7 @@ class PendingGradients:
             self._buffer.abandon = None
         parts = len(self.layout.shapes)
         for index in self._replicated:
+            trained = self._trained(index)
             total = self._sums.get(index)
             views = [None] * parts if total is None else self.layout.views(total)
             if total is not None and total.is_cuda:
@@ -246,7 +250,7 @@ class PendingGradients:
             for at, part in enumerate(views, index * parts):
                 p = self.homes[index][at - index * parts]
                 grad = grads[at]
-                if not self.is_trained(index, at - index * parts):
+                if not trained[at - index * parts]:
                     continue
                 if part is not None:
                     grads[at] = (part if grad is None else part + grad).to(p.dtype)

@@ -390,9 +390,9 @@ class Prefetcher(Uncopied):
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()
-        self._trained.begin_iteration(self.monitor.num_frozen)
         self.forecast = self.routes.begin_iteration(self.monitor.history.forecast())
         if self.rehoming is not None:
             self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
+        self._trained.begin_iteration(self.monitor.num_frozen)
         if self.states[0].config.slots:
             self.buffers.pool()
