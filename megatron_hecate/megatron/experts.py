@@ -55,6 +55,9 @@ class PhysicalExperts:
 
     def __init__(self, experts: Module, num_physical: int) -> None:
         self.num_homes = experts.num_local_experts
+        self.inside = ExpertParts(experts)
+        # before modules are copied
+        self.inside.check()
         self._module = experts
         self.grouped: GroupedExperts | None = None
         if isinstance(experts, TEGroupedMLP):
@@ -71,7 +74,6 @@ class PhysicalExperts:
                 f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and "
                 "TEGroupedMLP (--moe-grouped-gemm with TransformerEngine)"
             )
-        self.inside = ExpertParts(experts)
         # set by the layer
         self.running: ForwardPass | None = None
         self.reduction_point = ReductionPoint(
@@ -104,7 +106,6 @@ class PhysicalExperts:
         for index, home in enumerate(self.homes()):
             if (other := format_shapes(home)) != shapes:
                 raise ValueError(explain_difference(index, f"parameters of {other}", shapes))
-        # which must be equal on all ranks
         self.description = f"parameters of {shapes} and activation {describe_activation(experts)}"
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.home(0)),

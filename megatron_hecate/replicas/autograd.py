@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -34,6 +35,7 @@ from megatron_hecate import trace
 from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.replicas.buffers import Buffer
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
+from megatron_hecate.replicas.trained_parts import apply_group_rule
 
 
 class PendingGradients:
@@ -166,13 +168,10 @@ class PendingGradients:
 
     def _trained(self, index: int) -> list[bool]:
         """Return which parameters of home ``index`` get gradients, as in stock Megatron."""
-        trained = [p.requires_grad for p in self.homes[index]]
-        if self.layout.is_grouped and False in trained:
-            # TransformerEngine asks the first weight of a fused GEMM only.
-            for part, is_fused in enumerate(self.layout.fused):
-                if is_fused:
-                    trained[part] = self.homes[0][part].requires_grad
-        return trained
+        flags = [[p.requires_grad for p in home] for home in (self.homes[0], self.homes[index])]
+        if False not in flags[0] and False not in flags[1]:
+            return flags[1]
+        return apply_group_rule(np.array(flags), self.layout)[1].tolist()
 
     def main_grads(self, index: int) -> list[Tensor] | None:
         if self._is_hooked(index):
@@ -188,7 +187,7 @@ class PendingGradients:
 
         ``main_grad`` is fp32 as a rule: in a bf16 ``.grad`` the sum would lose bits.
         """
-        trained = (p for p in self.homes[index] if p.requires_grad)
+        trained = compress(self.homes[index], self._trained(index))
         if all(hasattr(p, "main_grad") for p in trained) and not self._is_hooked(index):
             self._add_to_main_grads(index, total)
         else:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
+from megatron_hecate.job.agreement import format_ranks
 from megatron_hecate.job.collectives import gather_objects
 from megatron_hecate.job.problems import collect
 from megatron_hecate.runtime.iteration_tracker import IterationTracker
@@ -44,7 +45,8 @@ def check_model(
         # The next forward begins an iteration again, and is refused as well.
         tracker.weights_changed()
         lines = [
-            f"  - {line}" + ("" if len(ranks) == len(of_ranks) else f" (rank {ranks[0]})")
+            f"  - {line}"
+            + ("" if len(ranks) == len(of_ranks) else f" (rank {format_ranks(ranks)})")
             for line, ranks in ranks_with.items()
         ]
         raise ValueError("\n".join(["FSSDP cannot run:", *lines]))

@@ -15,7 +15,7 @@ from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.nn import Module
 
-from megatron_hecate.settings.expert_parts import REPLACED, ExpertParts
+from megatron_hecate.settings.expert_parts import REPLACED
 
 KNOWN = ("megatron.core.", "transformer_engine.", "torch.", "megatron_hecate.")
 # methods of Megatron's layer that FSSDP overrides, and the forward that calls all of these
@@ -69,7 +69,6 @@ def check_layer(layer: MoELayer) -> None:
             f"{'; '.join(found)}: FSSDP has replicas for Megatron's own code only; use Megatron's "
             "classes, or leave --moe-fssdp off"
         )
-    ExpertParts(layer.experts).check()
     if not vars(layer.experts).keys().isdisjoint(REPLACED):
         raise ValueError(
             f"its experts ({_name(type(layer.experts))}) have a forward on the instance, which "

@@ -92,6 +92,7 @@ GROUPED = {
     # stock's grouped GEMM computes no weight gradients of a rank whose first expert is frozen
     "first-of-each-rank": Case(_always(0, 4)),
     "first-of-rank-1-layer": Case(_always(4), dict(lifetime="layer")),
+    "first-of-rank-0-for-one-step": Case(_in_steps((2,), 0)),
     "in-turn-nvlink": Case(
         lambda step, expert, name: expert >= 0 and (step + expert) % 2 == 0,
         dict(transport="nvlink"),
