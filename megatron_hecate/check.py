@@ -18,11 +18,12 @@ import importlib.util
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megatron_hecate import __version__
+from megatron_hecate.code_cache import PLANNER
 from megatron_hecate.device import compile as kernels
 from megatron_hecate.settings import verdict
 from megatron_hecate.settings.files import jobs
@@ -43,6 +44,15 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="settings of a job, or a list of such: a launch script, YAML or JSON",
     )
+    parser.add_argument(
+        "--compile-for",
+        metavar="CAPABILITY",
+        nargs="+",
+        type=_capability,
+        default=[],
+        help="compile the kernels for GPUs of other machines, too, such as 9.0 (H100) and 10.0 "
+        "(B200), when an image is built where no GPU is",
+    )
     return parser
 
 
@@ -52,9 +62,10 @@ def main(argv: list[str]) -> int:
     The status is 0 if FSSDP can be switched on, 1 if not, and 2 if a file cannot be read or leaves
     it open.
     """
-    path = make_parser().parse_args(argv).settings
+    arguments = make_parser().parse_args(argv)
+    path = arguments.settings
     if path is None:
-        return _check_here()
+        return _check_here(arguments.compile_for)
     try:
         return _check_file(Path(path))
     except RecursionError:
@@ -125,8 +136,22 @@ def _lines(verdicts: list[Verdict]) -> Iterator[str]:
         yield from (f"note: {line}" for line in of_job.notes)
 
 
-def _check_here() -> int:
-    """Print versions, and what FSSDP would use; return 1 if it cannot be switched on."""
+def _capability(text: str) -> tuple[int, int]:
+    """Parse a compute capability, such as 9.0."""
+    major, dot, minor = text.partition(".")
+    if not (dot and major.isdecimal() and minor.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no compute capability, such as 9.0")
+    return int(major), int(minor)
+
+
+def _check_here(capabilities: Sequence[tuple[int, int]]) -> int:
+    """Print versions, and what FSSDP would use; return 1 if it cannot be switched on.
+
+    Everything is compiled that a job would compile.
+
+    Args:
+        capabilities: compute capabilities of further GPUs to compile for.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
@@ -134,7 +159,7 @@ def _check_here() -> int:
     fits = _check_megatron()
     plans = _check_planner()
     print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
-    lines, usable = kernels.describe()
+    lines, usable = kernels.describe(capabilities)
     for line in lines:
         print(f"kernels, of quotas and of transport nvlink: {line}")
     print(
@@ -175,7 +200,7 @@ def _check_megatron() -> bool:
 
 
 def _check_planner() -> bool:
-    """Print the version of numba; return whether replicas can be planned."""
+    """Compile the planner and print its version of numba; return whether replicas are planned."""
     try:
         import numba
     except ImportError as error:
@@ -184,5 +209,14 @@ def _check_planner() -> bool:
             "without it no replicas are planned, only slots=0 works"
         )
         return False
-    print(f"planner: numba {numba.__version__}")
+    from megatron_hecate.comm.nvlink.program import compile_programs
+    from megatron_hecate.plan import compile_planner
+
+    with warnings.catch_warnings(record=True) as problems:
+        warnings.simplefilter("always")
+        compile_planner()
+        compile_programs()
+    print(f"planner: numba {numba.__version__}, compiled")
+    for line in [problem.message for problem in problems] or [f"kept in {PLANNER.folder}"]:
+        print(f"planner: {line}")
     return True

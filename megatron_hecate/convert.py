@@ -217,7 +217,7 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
             problems += foreign_code.find_foreign_layers(model.chunks)
             problems += _find_shared_experts(model)
         if not problems:
-            problems += compile_all(plans=bool(config.slots or config.rehome))
+            problems += compile_all(config)
     if problems:
         return []
     parts: list[LayerParts] = []

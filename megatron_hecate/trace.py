@@ -41,6 +41,8 @@ from pathlib import Path
 
 from torch.autograd import profiler
 
+from megatron_hecate import files
+
 PREFIX = "fssdp/"
 # Kinds of tracks in the viewer; spans of any other kind are on tracks of "work".
 _KINDS = ("iteration", "work", "spAG", "spRS")
@@ -116,10 +118,7 @@ class SpanRecorder:
             *self._events(rank, shift),
         ]
         content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job}}
-        # Rename a complete file: an incomplete one would make `merge` fail.
-        temporary = Path(path).with_suffix(".tmp")
-        temporary.write_text(json.dumps(content) + os.linesep)
-        temporary.replace(path)
+        files.replace(path, json.dumps(content) + os.linesep)
 
     def _events(self, rank: int, shift: float) -> Iterator[dict]:
         """Yield the events of all spans, and the name of each track before its first span.
@@ -282,7 +281,8 @@ def merge(folder: str | Path) -> Path | None:
         )
         print(text, file=sys.stderr, flush=True)
     merged = Path(folder) / "trace.json"
-    merged.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + os.linesep)
+    content = {"traceEvents": events, "displayTimeUnit": "ms"}
+    files.replace(merged, json.dumps(content) + os.linesep)
     return merged
 
 

@@ -5,10 +5,7 @@ Installing the package compiles nothing. For a GPU, NVRTC compiles a cubin (thro
 or where its major version is newer than the driver's, which could not load the cubin. For the host,
 a C++ compiler builds a shared library from the same sources.
 
-Results are cached in a folder of the user (``$MEGATRON_HECATE_CACHE``, else
-``~/.cache/megatron-hecate``); a file's name is a hash of all inputs. Files are written under a
-temporary name and then renamed, so that ranks on several machines with a shared home can write them
-concurrently. Each file ends with its checksum.
+Results are kept in `code_cache.KERNELS`; a file's name is a hash of all inputs.
 """
 
 from __future__ import annotations
@@ -16,20 +13,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import platform
 import re
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from megatron_hecate.code_cache import KERNELS
 from megatron_hecate.device import driver
 
 HERE = Path(__file__).resolve().parent
@@ -57,9 +54,6 @@ HEADERS: tuple[str, ...] = tuple(
 OPTIONS: tuple[str, ...] = ("-std=c++17",)
 # minimum compute capability, times ten
 OLDEST: int = 80
-CACHE = "MEGATRON_HECATE_CACHE"
-# marker after the checksum
-_END = b"fssdp\0"
 
 
 class CompileError(RuntimeError):
@@ -75,7 +69,7 @@ def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
 
     Raises:
         CompileError: if the GPU is too old, or no compiler is found, supports it, or succeeds.
-        PermissionError: if other users can write to the cache folder, or this user cannot.
+        OSError: if the folder of the cache cannot be used, see `code_cache.CodeCache`.
     """
     arch = capability[0] * 10 + capability[1]
     if arch < OLDEST:
@@ -90,7 +84,27 @@ def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
 
 
 def host_library() -> Path:
-    """Build the same kernels for this machine's CPU; return the path of the shared library."""
+    """Build the same kernels for this machine's CPU; return the path of the shared library.
+
+    Raises:
+        CompileError: if the library is not cached and no compiler is found or succeeds.
+        OSError: if the folder of the cache cannot be used, see `code_cache.CodeCache`.
+    """
+    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread"]
+
+    def build() -> bytes:
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "host.so"
+            _run([*_host_compiler(), *flags, "-o", str(out), str(SOURCES / "host.cpp")])
+            return out.read_bytes()
+
+    # Not the compiler's version: machines without a compiler use what another one has cached.
+    machine = " ".join([os.uname().machine, *platform.libc_ver(), *flags])
+    return _cached("host", machine, ("host.cpp", *HEADERS), build)[1]
+
+
+def _host_compiler() -> list[str]:
+    """Find the C++ compiler, as the first words of its command."""
     named = shlex.split(os.environ.get("CXX", ""))
     compiler = named or [path for path in (shutil.which("c++"), shutil.which("g++")) if path][:1]
     if not compiler:
@@ -98,27 +112,27 @@ def host_library() -> Path:
             "no C++ compiler found; install one (apt-get install g++), or name one in $CXX"
         )
     try:
-        version = _run([*compiler, "--version"]).splitlines()[0]
-    except (CompileError, IndexError) as error:
-        where = "$CXX" if named else "the path"
-        raise CompileError(
-            f"{' '.join(compiler)}, from {where}, is no C++ compiler ({error}); "
-            "install g++, or name another in $CXX"
-        ) from error
-    flags = ["-O2", "-std=c++17", "-shared", "-fPIC", "-pthread"]
-
-    def build() -> bytes:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "host.so"
-            _run([*compiler, *flags, "-o", str(out), str(SOURCES / "host.cpp")])
-            return out.read_bytes()
-
-    machine = " ".join([version, os.uname().machine, *flags])
-    return _cached("host", machine, ("host.cpp", *HEADERS), build)[1]
+        if _run([*compiler, "--version"]).strip():
+            return compiler
+        reason = "it prints no version"
+    except CompileError as error:
+        reason = str(error)
+    where = "$CXX" if named else "the path"
+    raise CompileError(
+        f"{' '.join(compiler)}, from {where}, is no C++ compiler ({reason}); "
+        "install g++, or name another in $CXX"
+    )
 
 
-def describe() -> tuple[list[str], bool]:
-    """Return lines about the compilers for CPU ranks and GPUs, and whether the needed one works."""
+def describe(capabilities: Iterable[tuple[int, int]] = ()) -> tuple[list[str], bool]:
+    """Compile for CPU ranks and GPUs.
+
+    Args:
+        capabilities: compute capabilities of GPUs besides those of this machine.
+
+    Returns:
+        Lines about the compilers, and whether the needed one works.
+    """
     lines = []
     usable = {"cpu": True, "cuda": True}
     try:
@@ -126,18 +140,19 @@ def describe() -> tuple[list[str], bool]:
     except (CompileError, OSError) as error:
         lines.append(f"CPU ranks: {error}")
         usable["cpu"] = False
-    devices = range(torch.cuda.device_count())
+    here = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    wanted = sorted({*here, *capabilities})
     try:
         lines.append(f"GPUs: kernels are compiled by {_cuda_compiler('auto')}")
-        for capability in sorted({torch.cuda.get_device_capability(i) for i in devices}):
+        for capability in wanted:
             cubin(capability)
             lines.append(
-                f"GPUs: compiled for sm_{capability[0]}{capability[1]}, in {_cache_folder()}"
+                f"GPUs: compiled for sm_{capability[0]}{capability[1]}, in {KERNELS.folder}"
             )
     except (CompileError, OSError) as error:
         lines.append(f"GPUs: {error}")
         usable["cuda"] = False
-    return lines, usable["cuda" if devices else "cpu"]
+    return lines, usable["cuda" if wanted else "cpu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +200,7 @@ def explain_unloadable(error: Exception) -> str:
     minor = driver_version % 1000 // 10
     text = f"{error}: {compiler} compiled the kernels, the driver is of CUDA {known}.{minor}"
     if compiler.major <= known:
-        return f"{text}; remove {_cache_folder()}, and where that does not help, update the driver"
+        return f"{text}; remove {KERNELS.folder}, and where that does not help, update the driver"
     return (
         f"{text}, which loads no machine code of CUDA {compiler.major}. "
         f"Update the driver to one of CUDA {compiler.major}, or install a compiler of CUDA "
@@ -294,50 +309,6 @@ def _run(command: list[str]) -> str:
     return done.stdout
 
 
-def _cache_folder() -> Path:
-    """Return the cache folder of compiled kernels; create it if it is missing.
-
-    Raises:
-        PermissionError: if other users can write there, because its files are executed, or if this
-            user cannot.
-    """
-    named = os.environ.get(CACHE)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    try:
-        if named:
-            folder = Path(named).resolve()
-        else:
-            folder = Path(shared or Path.home() / ".cache") / "megatron-hecate"
-    except RuntimeError as error:
-        raise PermissionError(
-            f"no folder for compiled kernels ({error}); name one in ${CACHE}"
-        ) from error
-    try:
-        # The umask decides on the mode of parents, but others must not write there: they could
-        # replace the folder.
-        missing = [parent for parent in folder.parents if not parent.exists()]
-        for parent in reversed(missing):
-            parent.mkdir(mode=0o755, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise PermissionError(
-            f"{folder} cannot be made ({error}); name another folder in ${CACHE}"
-        ) from error
-    about = folder.stat()
-    is_own = about.st_uid == os.getuid()
-    if not is_own or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        # only the owner can change the mode
-        way_out = f"run chmod go-w {folder}, or name" if is_own else "name"
-        raise PermissionError(
-            f"{folder} belongs to user {about.st_uid}, mode {stat.S_IMODE(about.st_mode):o}: "
-            f"compiled kernels must lie where only this user ({os.getuid()}) may write; "
-            f"{way_out} another folder in ${CACHE}"
-        )
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise PermissionError(f"{folder} cannot be written; name another folder in ${CACHE}")
-    return folder
-
-
 def _cached(
     target: str, compiler: str, sources: tuple[str, ...], build: Callable[[], bytes]
 ) -> tuple[bytes, Path]:
@@ -345,43 +316,13 @@ def _cached(
     key = hashlib.sha256(repr((target, compiler)).encode())
     for name in sources:
         key.update((SOURCES / name).read_bytes())
-    path = _cache_folder() / f"{target}-{key.hexdigest()[:20]}"
-    if (made := _read(path)) is not None:
-        return made, path
-    made = build()
-    # `mkstemp` makes a file of mode 600; the rename is atomic, so no reader sees a partial file
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(made + hashlib.sha256(made).digest() + _END)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
-    return made, path
-
-
-def _read(path: Path) -> bytes | None:
-    """Read a cached binary; ``None`` if the file is missing or damaged.
-
-    Raises:
-        PermissionError: if another user owns the file or can write to it.
-    """
-    try:
-        about = path.stat()
-        held = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    if about.st_uid != os.getuid() or about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(
-            f"{path} belongs to user {about.st_uid}, mode {stat.S_IMODE(about.st_mode):o}, "
-            "and would be executed as a compiled kernel; remove it"
-        )
-    made = held[: -32 - len(_END)]
-    digest = held[-32 - len(_END) :]
-    if digest != hashlib.sha256(made).digest() + _END:
-        warnings.warn(f"{path} is damaged ({len(held)} bytes); compiling again", stacklevel=2)
-        return None
-    return made
+    name = f"{target}-{key.hexdigest()[:20]}"
+    path = KERNELS.folder / name
+    if (code := KERNELS.read(name)) is not None:
+        return code, path
+    with KERNELS.turn():
+        # Another process may have compiled meanwhile.
+        if (code := KERNELS.read(name)) is None:
+            code = build()
+            KERNELS.write(name, code)
+    return code, path

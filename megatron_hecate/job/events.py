@@ -13,6 +13,8 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
+from megatron_hecate import files
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stall:
@@ -56,9 +58,7 @@ class Stall:
         try:
             path = Path(folder)
             path.mkdir(parents=True, exist_ok=True)
-            # One write in append mode, so that a collector never reads half a line.
-            with (path / f"events-{self.rank}.jsonl").open("a") as file:
-                file.write(json.dumps(event) + os.linesep)
+            files.append(path / f"events-{self.rank}.jsonl", json.dumps(event) + os.linesep)
         except OSError as error:
             print(
                 f"FSSDP: rank {self.rank} cannot write its event: {error}",

@@ -13,12 +13,12 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
 
+from megatron_hecate import files
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.job.collectives import gather_rows
 from megatron_hecate.plan import Link, Placement, Speeds, World
@@ -123,7 +123,7 @@ def _check_writable(path: str) -> None:
     failed: list[str | None] = [None]
     if dist.get_rank() == 0:
         try:
-            Path(path).open("a").close()
+            files.check_writable(path)
         except OSError as error:
             failed = [f"cannot write {path}: {error}"]
     dist.broadcast_object_list(failed)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_hecate import trace
+from megatron_hecate import files, trace
 from megatron_hecate.offline.report_content import COLUMNS, Run, as_csv, content
 
 PAGE = Path(__file__).with_name("page")
@@ -119,15 +119,14 @@ def _write_page(found: dict[str, Any], out: Path) -> None:
     found = {**found, "columns": COLUMNS}
     # "<" is escaped so that no name in the data can close the script element.
     data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    # Whatever the locale: the page declares this encoding.
-    out.write_text(page.replace("/*data*/", data), "utf-8")
+    files.replace(out, page.replace("/*data*/", data))
 
 
 def _export(found: dict[str, Any], path: Path) -> None:
     """Write figures to ``path``: of layers as CSV, or all but the pictures as JSON."""
     if path.suffix == ".csv":
-        path.write_text(as_csv(found), "utf-8")
+        files.replace(path, as_csv(found))
         return
     pictures = ("loads", "spread", "hot")
     kept = {name: value for name, value in found.items() if name not in pictures}
-    path.write_text(json.dumps({**kept, "columns": COLUMNS}, indent=1) + "\n")
+    files.replace(path, json.dumps({**kept, "columns": COLUMNS}, indent=1) + "\n")

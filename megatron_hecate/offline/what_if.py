@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_hecate import files
 from megatron_hecate.device.compile import CompileError
 from megatron_hecate.offline.comparison import Comparison, compare
 from megatron_hecate.offline.outcome import Outcome
@@ -130,4 +131,4 @@ def _save(flags: argparse.Namespace, found: Comparison, outcomes: Sequence[Outco
         settings=dataclasses.asdict(found.settings),
         outcomes=[dataclasses.asdict(one) for one in outcomes],
     )
-    flags.save.write_text(json.dumps(saved, default=str) + "\n")
+    files.replace(flags.save, json.dumps(saved, default=str) + "\n")

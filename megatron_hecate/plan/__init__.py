@@ -23,6 +23,7 @@ import functools
 
 import numpy as np
 
+from megatron_hecate.plan.compiled import in_turn
 from megatron_hecate.plan.cost import CopyCost, LayerShape
 from megatron_hecate.plan.homes import HomeSearch
 from megatron_hecate.plan.late import add_late_replicas
@@ -50,22 +51,34 @@ __all__ = [
 
 
 @functools.cache
-def compile_planner() -> None:
-    """Compile every function of the planner by planning one small layer.
+def compile_planner(*, late: bool = True, homes: bool = True) -> None:
+    """Compile the functions of the planner by planning one small layer.
 
-    Afterwards no iteration waits for a compiler. Machine code is kept in `compiled.cache_folder`.
+    Afterwards no iteration waits for a compiler.
+
+    Args:
+        late: whether late replicas will be planned.
+        homes: whether homes will move.
     """
+    with in_turn():
+        _plan_small_layer(late=late, homes=homes)
+
+
+def _plan_small_layer(*, late: bool, homes: bool) -> None:
     world = World(node=(0, 0, 1, 1))
-    homes = Placement.initial(8, 4, num_slots=1)
+    placement = Placement.initial(8, 4, num_slots=1)
     load = np.array([90, 1, 30, 1, 5, 0, 2, 0])
-    plan = plan_replicas(load, homes, world, cost=CopyCost(near=1.0, far=1.0, crossing=1.0))
+    plan = plan_replicas(load, placement, world, cost=CopyCost(near=1.0, far=1.0, crossing=1.0))
     largest_load(load, plan)
-    add_late_replicas(load, homes, world, cost=CopyCost(), most=2, across_nodes=True)
-    HomeSearch(
-        homes=homes,
-        world=world,
-        cost=CopyCost(crossing=1.0),
-        expert_bytes=1.0,
-        token_seconds=1.0,
-        horizon=1000,
-    ).find(load[None], np.arange(8)[None])
+    if late:
+        add_late_replicas(load, placement, world, cost=CopyCost(), most=2, across_nodes=True)
+    if homes:
+        search = HomeSearch(
+            homes=placement,
+            world=world,
+            cost=CopyCost(crossing=1.0),
+            expert_bytes=1.0,
+            token_seconds=1.0,
+            horizon=1000,
+        )
+        search.find(load[None], np.arange(8)[None])

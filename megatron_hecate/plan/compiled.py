@@ -1,27 +1,19 @@
-"""Functions that numba compiles at their first call, and the folder of the machine code.
+"""Functions that numba compiles at their first call.
 
 Numba is imported at the first of these calls, so a process that plans nothing (a benchmark of the
 kernels, a job without slots) does not need numba. Where its import fails, that call raises
 ``ImportError``: there is no planner without numba. Functions of `compiled_if_possible`, which
 transports also call where nothing is planned, then run as plain Python, many times slower.
 
-Numba's own cache is next to the source, or in a folder named after the source's path: one cache per
-checkout, and none where the package is read-only. Ours is in ``$NUMBA_CACHE_DIR``, else
-``$XDG_CACHE_HOME/megatron-hecate``, else ``~/.cache/megatron-hecate``: one file per function and
-signature. The file name is a hash of every input of the compilation: all sources of `plan` and of
-the function's own folder (numba looks at the function's own file only), the signature, the
-processor and the versions. A compiled function calls compiled functions of these folders only.
-Files are written under a temporary name and then renamed, so that many ranks can write them
-concurrently.
+Machine code is kept in `code_cache.PLANNER`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 
@@ -83,18 +75,11 @@ class Compiled:
         return self.dispatcher._numba_type_
 
 
-def cache_folder() -> Path:
-    """Return the folder for machine code, which may not exist yet.
-
-    Raises:
-        FileNotFoundError: if neither variable is set and this user has no home folder.
-    """
-    if named := os.environ.get("NUMBA_CACHE_DIR"):
-        return Path(named)
-    shared = os.environ.get("XDG_CACHE_HOME")
-    if shared:
-        return Path(shared) / "megatron-hecate"
+def in_turn() -> contextlib.AbstractContextManager[None]:
+    """Let one process of this machine compile what the block calls; see `machine_code.in_turn`."""
     try:
-        return Path.home() / ".cache" / "megatron-hecate"
-    except RuntimeError as error:
-        raise FileNotFoundError(str(error)) from None
+        from megatron_hecate.plan import machine_code
+    except ImportError:
+        # Nothing will be compiled.
+        return contextlib.nullcontext()
+    return machine_code.in_turn()

@@ -226,7 +226,7 @@ def _layer_tokens(load: np.ndarray, table: np.ndarray, problem: Problem) -> floa
     Tokens also cross nodes if their own node has a holder without room.
     """
     num_ranks = len(table)
-    size = np.diff(problem.begin)
+    size = problem.begin[1:] - problem.begin[:-1]
     whole = np.rint(load).astype(np.int64)
     begin, rank, share, computed, _ = balance(
         whole, table, int(load.sum() / num_ranks / SLACK), False

@@ -1,18 +1,23 @@
-"""Persistent cache of numba's machine code, in the folder of `compiled`.
+"""Cache of numba's machine code (`code_cache.PLANNER`).
 
 Only `compiled` imports this module, and only when something is planned, because it imports numba.
+
+Numba's own cache is next to the source, or in a folder named after the source's path: one cache per
+checkout, and none where the package is read-only. Ours has one file per function, signature and
+processor. Its name is a hash of every input of the compilation: all sources of `plan` and of the
+function's own folder (numba looks at the function's own file only), the signature, the processor
+and the versions. A compiled function calls compiled functions of these folders only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import os
 import pickle
 import sys
-import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +25,10 @@ import numba
 from numba.core import serialize
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
-from megatron_hecate.plan.compiled import cache_folder
+from megatron_hecate.code_cache import PLANNER
 
-_DIGEST = hashlib.sha256().digest_size
+# Blocks of `in_turn` that have compiled nothing yet.
+_waiting: list[contextlib.ExitStack] = []
 
 
 def dispatcher_of(function: Callable) -> Any:
@@ -30,6 +36,21 @@ def dispatcher_of(function: Callable) -> Any:
     dispatcher: Any = numba.njit(nogil=True)(function)
     dispatcher._cache = _Cache(function)
     return dispatcher
+
+
+@contextlib.contextmanager
+def in_turn() -> Iterator[None]:
+    """Let one process of this machine compile what the block calls, and others load the result.
+
+    The turn begins with the first function that is not cached, so ranks load at the same time.
+    """
+    with contextlib.ExitStack() as turn:
+        _waiting.append(turn)
+        try:
+            yield
+        finally:
+            if turn in _waiting:
+                _waiting.remove(turn)
 
 
 @functools.cache
@@ -66,74 +87,85 @@ class _Results(CompileResultCacheImpl):
 
 
 class _Cache(FunctionCache):
-    """Cache of one function: a file per compiled signature."""
+    """Cache of one function: a file per compiled signature and processor."""
 
     _impl_class = _Results
 
-    def _path(self, signature: Any, codegen: Any) -> Path:
-        # numba's key covers the signature, the processor and the function's own bytecode; the hash
-        # of all sources in its folder covers the functions that it calls
-        key = (
-            self._index_key(signature, codegen),
-            _hash_sources(Path(self._py_func.__code__.co_filename).parent),
-            numba.__version__,
-            sys.version,
-        )
-        digest = hashlib.sha256(repr(key).encode()).hexdigest()[:20]
-        name = f"{self._py_func.__module__}.{self._py_func.__qualname__}"
-        # a local function's qualified name has "<locals>"
-        name = name.replace("<", "").replace(">", "")
-        return cache_folder() / f"{name}-{digest}.nbc"
-
     def _load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            path = self._path(sig, target_context.codegen())
-            status = path.stat()
-            content = path.read_bytes()
-        except OSError:
+        name = self._file_name(sig, target_context.codegen())
+        code = _read(name)
+        if code is None and _waiting:
+            _waiting.pop().enter_context(PLANNER.turn())
+            code = _read(name)
+        if code is None:
+            _warn_of_processors(name)
             return None
-        # The content is executed, so another user's file is ignored. Root is trusted: a container
-        # image may be built with a filled cache.
-        if status.st_uid not in (0, os.getuid()):
-            return None
-        data = content[:-_DIGEST]
-        if content[-_DIGEST:] != hashlib.sha256(data).digest():
-            message = f"{path} is damaged ({len(content)} bytes); compiling again"
-            warnings.warn(message, stacklevel=2)
-            return None
-        return self._impl.rebuild(target_context, pickle.loads(data))
+        return self._impl.rebuild(target_context, pickle.loads(code))
 
     def _save_overload(self, sig: Any, data: Any) -> None:
         if not self._impl.check_cachable(data):
             return
-        content = serialize.dumps(self._impl.reduce(data))
         try:
-            _write(self._path(sig, data.codegen), content + hashlib.sha256(content).digest())
+            PLANNER.write(
+                self._file_name(sig, data.codegen), serialize.dumps(self._impl.reduce(data))
+            )
         except OSError as error:
             _warn_once(str(error))
 
+    def _file_name(self, signature: Any, codegen: Any) -> str:
+        """Return the file of a signature: ``FUNCTION-HASH-PROCESSOR-HASH.nbc``."""
+        signature, (triple, processor, features), code = self._index_key(signature, codegen)
+        sources = _hash_sources(Path(self._py_func.__code__.co_filename).parent)
+        inputs = (signature, code, sources, numba.__version__, sys.version)
+        function = f"{self._py_func.__module__}.{self._py_func.__qualname__}"
+        # A local function's qualified name has "<locals>".
+        function = function.replace("<", "").replace(">", "")
+        inputs_of_machine = _digest((triple, processor, features))[:8]
+        processor = processor.replace("-", "_")
+        return f"{function}-{_digest(inputs)[:20]}-{processor}-{inputs_of_machine}.nbc"
 
-def _write(path: Path, content: bytes) -> None:
-    # parents by the umask, but not writable by others, who could replace the folder
-    missing = [parent for parent in path.parent.parents if not parent.exists()]
-    for parent in reversed(missing):
-        parent.mkdir(mode=0o755, exist_ok=True)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
-    # `mkstemp` makes a file of mode 600; the rename is atomic, so no reader sees a partial file
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent)
+
+def _digest(values: tuple) -> str:
+    return hashlib.sha256(repr(values).encode()).hexdigest()
+
+
+def _read(name: str) -> bytes | None:
     try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        return PLANNER.read(name)
+    except OSError as error:
+        _warn_once(str(error))
+        return None
+
+
+def _warn_of_processors(name: str) -> None:
+    """Warn once if the function is cached for other processors only."""
+    function, processor, _ = name.rsplit("-", 2)
+    with contextlib.suppress(OSError):
+        others = {path.name.rsplit("-", 2)[1] for path in PLANNER.folder.glob(f"{function}-*.nbc")}
+        if others:
+            _warn_of_other_processor(str(PLANNER.folder), ", ".join(sorted(others)), processor)
 
 
 @functools.cache
+def _warn_of_other_processor(folder: str, others: str, processor: str) -> None:
+    warnings.warn(
+        f"the planner's machine code in {folder} was compiled for {others}, and this processor is "
+        f"{processor}: it is compiled again; an image for several kinds of processors sets "
+        "NUMBA_CPU_NAME=generic, when it fills the folder and when it runs",
+        stacklevel=2,
+    )
+
+
+_warned: list[str] = []
+
+
 def _warn_once(problem: str) -> None:
+    """Warn of the first problem only: all files lie in the same folder."""
+    if _warned:
+        return
+    _warned.append(problem)
     warnings.warn(
         "each process compiles the planner again, for about 20 seconds, because its machine code "
-        f"cannot be cached ({problem}); name a folder in $NUMBA_CACHE_DIR",
+        f"cannot be cached ({problem})",
         stacklevel=2,
     )

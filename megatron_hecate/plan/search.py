@@ -310,7 +310,7 @@ def cost_beside_load(
     num_nodes = len(problem.begin) - 1
     begin, rank = holders_of(len(home), table)
     # by node: ranks, holders of one expert, tokens and copies that leave and arrive
-    size = np.diff(problem.begin)
+    size = problem.begin[1:] - problem.begin[:-1]
     held = np.zeros(num_nodes)
     leaves = np.zeros(num_nodes)
     arrives = np.zeros(num_nodes)

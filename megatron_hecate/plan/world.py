@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_hecate import files
+
 
 @dataclasses.dataclass(frozen=True)
 class Link:
@@ -99,7 +101,7 @@ class Speeds:
         """Write the speeds as JSON; ``origin`` documents machine and method of the measurement."""
         units = "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s, contention: 1"
         text = json.dumps(dict(origin=origin, units=units, **dataclasses.asdict(self)), indent=2)
-        Path(path).write_text(text + "\n")
+        files.replace(path, text + "\n")
 
 
 H100 = Speeds(

@@ -6,33 +6,35 @@ A rank on which compilation fails in the first forward would leave all other ran
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import threading
+import warnings
 from collections.abc import Iterator
 
 import torch.distributed as dist
 
 from megatron_hecate.comm.nvlink.program import compile_programs
+from megatron_hecate.config import HecateConfig
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.job.problems import collect
 from megatron_hecate.plan import compile_planner
-from megatron_hecate.plan.compiled import cache_folder
 
 # Seconds of compiling after which rank 0 prints the reason of the delay.
 QUIET: float = 3.0
 
 
-def compile_all(*, plans: bool) -> list[str]:
-    """Compile the kernels, and the planner if ``plans``.
+def compile_all(config: HecateConfig) -> list[str]:
+    """Compile the kernels, and what ``config`` needs of the planner.
 
     Returns:
         One line of text per failure. Nothing is raised, because all ranks must agree on the result.
     """
     problems: list[str] = []
-    if plans:
+    if config.slots or config.rehome:
         with collect(problems, "planning cannot be compiled"), _notice("the planner"):
-            compile_planner()
+            compile_planner(late=bool(config.late_replicas), homes=bool(config.rehome))
     with collect(problems, f"{socket.gethostname()}: the kernels cannot be compiled"):
         Kernels(device_of_rank())
     return problems
@@ -49,14 +51,16 @@ def compile_transfers() -> list[str]:
 @contextlib.contextmanager
 def _notice(what: str) -> Iterator[None]:
     """Print on rank 0 that ``what`` is being compiled, if that takes long."""
-    text = f"FSSDP: compiling {what}, some 20 seconds"
-    # without a home folder nothing is kept, and compiling warns
-    with contextlib.suppress(FileNotFoundError):
-        text += f"; the result is kept in {cache_folder()}"
+    text = f"FSSDP: compiling {what}, some 20 seconds once per machine; "
+    text += "megatron-hecate check compiles ahead"
     notice = threading.Timer(QUIET, print, [text])
-    try:
-        if dist.get_rank() == 0:
-            notice.start()
-        yield
-    finally:
-        notice.cancel()
+    with warnings.catch_warnings():
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # All ranks of a machine use one folder.
+            warnings.simplefilter("ignore")
+        try:
+            if dist.get_rank() == 0:
+                notice.start()
+            yield
+        finally:
+            notice.cancel()

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_hecate import files
+from megatron_hecate.code_cache import KERNELS
 from megatron_hecate.device import compile
-from megatron_hecate.device.compile import CACHE, CompileError, cubin, host_library
+from megatron_hecate.device.compile import CompileError, cubin, host_library
 
 pytestmark = pytest.mark.fast
 COMPILER = """#!/bin/sh
@@ -30,7 +32,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     compiler.write_text(COMPILER)
     compiler.chmod(0o700)
     folder = tmp_path / "cache"
-    for name, value in ((CACHE, folder), ("CXX", compiler), ("COUNT", tmp_path / "count")):
+    for name, value in (
+        (KERNELS.variable, folder),
+        ("CXX", compiler),
+        ("COUNT", tmp_path / "count"),
+    ):
         monkeypatch.setenv(name, str(value))
     return folder
 
@@ -96,7 +102,7 @@ def _runs(cache: Path) -> int:
     return len(count.read_text().splitlines()) if count.exists() else 0
 
 
-def test_what_is_too_old_or_has_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_too_old_or_has_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         CompileError, match=r"needs a GPU of compute capability 8.0 \(A100\) or more, got 7.5"
     ):
@@ -141,31 +147,44 @@ def test_what_others_may_write_is_not_executed(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = host_library()
-    file.chmod(0o666)
-    with pytest.raises(
-        PermissionError, match=r"mode 666, and would be executed as a compiled kernel; remove it"
-    ):
-        host_library()
-    file.chmod(0o600)
-    cache.chmod(0o777)
-    with pytest.raises(
-        PermissionError,
-        match=r"mode 777: compiled kernels must lie where only this user.*; run chmod go-w /.*, or name another",
-    ):
-        host_library()
-    cache.chmod(0o700)
+    for path, mode, right in ((file, 0o666, 0o600), (cache, 0o777, 0o700)):
+        path.chmod(mode)
+        with pytest.raises(
+            PermissionError,
+            match=rf"{path} .*mode {mode:o}: compiled code must lie where only this user.*; run chmod go-w {path}, or name",
+        ):
+            host_library()
+        path.chmod(right)
+    uid = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(PermissionError, match=r"belongs to user \d+.*write; name another folder"):
+    if uid == 0:
+        assert host_library() == file, "root's files, as in an image"
+        os.chown(file, 54321, -1)
+    with pytest.raises(
+        PermissionError, match=r"belongs to user \d+.*or root may write; name another"
+    ):
         host_library()
+
+
+def test_a_filled_cache_needs_no_compiler_and_no_writing(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a login node with the cache of the nodes, or in an image."""
+    file = host_library()
+    cache.chmod(0o500)
+    monkeypatch.setattr(files, "replace", None)
+    for name, value in (("CXX", "/nowhere/c++"), ("PATH", "/nowhere")):
+        monkeypatch.setenv(name, value)
+        assert host_library() == file
+    cache.chmod(0o700)
 
 
 def test_a_cache_that_cannot_be_made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("")
-    monkeypatch.setenv(CACHE, str(cache / "folder"))
-    with pytest.raises(
-        PermissionError, match=r"cannot be made .*name another folder in \$MEGATRON_HECATE_CACHE"
-    ):
-        host_library()
+    for folder in (cache, cache / "folder"):
+        monkeypatch.setenv(KERNELS.variable, str(folder))
+        with pytest.raises(OSError, match=r"name another folder in \$MEGATRON_HECATE_CACHE"):
+            host_library()
 
 
 def test_many_may_fill_the_cache_at_once(cache: Path) -> None:

@@ -6,19 +6,38 @@ Numba looks at a function's own file only. Were the others forgotten, ranks with
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import shutil
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 import megatron_hecate
-from megatron_hecate.plan.compiled import cache_folder, compiled
-from megatron_hecate.plan.machine_code import _hash_sources, _warn_once
+from megatron_hecate import files
+from megatron_hecate.code_cache import KERNELS, PLANNER, CodeCache
+from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.machine_code import _hash_sources, _warned
+
+
+@contextlib.contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Let nobody write to the folder: by its mode, and root, who may ignore modes, by an error."""
+    refusal = PermissionError(errno.EACCES, "Permission denied")
+    folder.chmod(0o500)
+    try:
+        with mock.patch.object(files, "replace", side_effect=refusal):
+            yield
+    finally:
+        folder.chmod(0o700)
+
 
 SMALL = """
 def add(a, b):
@@ -38,7 +57,7 @@ print(late.num_replicas)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "machine code"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder))
-    _warn_once.cache_clear()
+    _warned.clear()
     return folder
 
 
@@ -82,20 +101,22 @@ def test_a_change_in_another_file_of_the_folder_is_seen(cache: Path, tmp_path: P
 
 
 @pytest.mark.fast
-def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME"):
+@pytest.mark.parametrize("cache_of", [PLANNER, KERNELS])
+def test_where_the_folder_is(cache_of: CodeCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (cache_of.variable, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/someone")
-    assert cache_folder() == Path("/someone/.cache/megatron-hecate")
+    assert cache_of.folder == Path("/someone/.cache/megatron-hecate")
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
-    assert cache_folder() == Path("/scratch/megatron-hecate")
-    monkeypatch.setenv("NUMBA_CACHE_DIR", "/named")
-    assert cache_folder() == Path("/named")
+    assert cache_of.folder == Path("/scratch/megatron-hecate")
+    monkeypatch.setenv(cache_of.variable, "/named")
+    assert cache_of.folder == Path("/named")
 
 
 @pytest.mark.fast
 def test_users_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As numeric users of containers are: functions compile in each process, with a warning."""
+    _warned.clear()
     for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -111,7 +132,7 @@ def test_a_folder_that_cannot_be_made_is_said_once(cache: Path, tmp_path: Path) 
     cache.write_text("a file")
     add = _add_of(tmp_path / "one")
     with pytest.warns(
-        UserWarning, match=r"compiles the planner again.*name a folder in \$NUMBA_CACHE_DIR"
+        UserWarning, match=r"compiles the planner again.*name another folder in \$NUMBA_CACHE_DIR"
     ) as said:
         assert add(1, 2) == 5 and add(1.5, 2.0) == 5.5
     assert len(said) == 1
@@ -133,7 +154,64 @@ def test_what_is_damaged_or_anothers_is_not_run(
         os, "getuid", lambda: 12345
     )
     others = _add_of(tmp_path / "one")
-    assert others(1, 2) == 5 and _compiled_by(others) == 1
+    with pytest.warns(UserWarning, match=r"belongs to user .* name another folder"):
+        assert others(1, 2) == 5 and _compiled_by(others) == 1
+
+
+@pytest.mark.fast
+def test_a_filled_folder_that_cannot_be_written_is_read(cache: Path, tmp_path: Path) -> None:
+    """As in an image: nothing is compiled, and the next signature is, with one warning."""
+    assert _add_of(tmp_path / "one")(1, 2) == 5
+    with read_only(cache):
+        again = _add_of(tmp_path / "one")
+        assert again(1, 2) == 5 and _compiled_by(again) == 0
+        with pytest.warns(UserWarning, match="compiles the planner again") as said:
+            assert again(1.5, 2.0) == 5.5 and again(1, 2.5) == 6.0
+    assert len(said) == 1 and len(list(cache.iterdir())) == 1
+
+
+@pytest.mark.fast
+def test_code_of_another_processor_is_said_and_not_run(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import sys; sys.path[:0] = sys.argv[1:]; import small; "
+    code += (
+        "from megatron_hecate.plan.compiled import compiled; assert compiled(small.add)(1, 2) == 5"
+    )
+    _add_of(tmp_path / "one")
+    root = str(Path(megatron_hecate.__file__).parents[1])
+    said = []
+    for processor in ("generic", "x86-64-v2", "generic"):
+        monkeypatch.setenv("NUMBA_CPU_NAME", processor)
+        command = [sys.executable, "-c", code, root, str(tmp_path / "one")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+        said.append(done.stderr)
+    assert said[0] == said[2] == ""
+    assert "compiled for generic, and this processor is x86_64_v2" in said[1]
+
+
+COUNTING = """
+import sys, time
+sys.path[:0] = sys.argv[1:]
+import numba.core.dispatcher, small
+from megatron_hecate.plan.compiled import compiled, in_turn
+add = compiled(small.add)
+with in_turn():
+    for call in ((1, 2), (1.5, 2.0), (1, 2.5), (2.5, 1)):
+        add(*call)
+print(sum(add.dispatcher.stats.cache_misses.values()))
+"""
+
+
+@pytest.mark.fast
+def test_one_process_of_a_machine_compiles(cache: Path, tmp_path: Path) -> None:
+    """Ranks that start together compile each signature once, in sum."""
+    _add_of(tmp_path / "one")
+    root = str(Path(megatron_hecate.__file__).parents[1])
+    command = [sys.executable, "-c", COUNTING, root, str(tmp_path / "one")]
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    counts = [int(rank.communicate(timeout=120)[0]) for rank in ranks]
+    assert sorted(counts) == [0, 0, 0, 4]
 
 
 @pytest.mark.fast

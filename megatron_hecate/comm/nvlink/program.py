@@ -34,6 +34,7 @@ from megatron_hecate.comm.nvlink.places import Place
 from megatron_hecate.comm.nvlink.pulls import INTO_NUMBER, MEMORIES
 from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.transport import Copy
+from megatron_hecate.plan.compiled import in_turn
 
 MAX_STEPS: int = 4
 TILE: int = 65536  # bytes
@@ -265,16 +266,17 @@ def compile_programs() -> None:
         timeout=1.0,
         apart={0: 0, 1: 0},
     )
-    for build, sums in ((TransferSchedule.of_fetch, False), (TransferSchedule.of_return, True)):
-        schedule = build([Copy(0, 0, 1, 0)], 0, domain=(0, 1), elements=1)
-        Program(
-            schedule,
-            lambda place: [(MEMORIES.index(place.memory) * SUMMED, 1)],
-            signals=signals,
-            itemsize=SUMMED,
-            sums=sums,
-            begin=1,
-        )
+    with in_turn():
+        for build, sums in ((TransferSchedule.of_fetch, False), (TransferSchedule.of_return, True)):
+            schedule = build([Copy(0, 0, 1, 0)], 0, domain=(0, 1), elements=1)
+            Program(
+                schedule,
+                lambda place: [(MEMORIES.index(place.memory) * SUMMED, 1)],
+                signals=signals,
+                itemsize=SUMMED,
+                sums=sums,
+                begin=1,
+            )
 
 
 def _pad(data: bytearray) -> None:

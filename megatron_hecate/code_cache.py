@@ -1,0 +1,153 @@
+"""Folder of machine code that is compiled at first use: the planner's and the kernels'.
+
+Code is compiled once per machine and loaded from then on: where several ranks need the same code,
+one compiles it and the others wait. The folder may be read-only or belong to root, as in a
+container's image. Its files are executed, so those that another user could have written are not
+read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import os
+import stat
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron_hecate import files
+
+# Seconds to wait for the rank that compiles, at most; then this one compiles, too.
+LONGEST_WAIT: float = 120.0
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
+# Marker after the checksum.
+_END = b"fssdp\0"
+_TAIL = hashlib.sha256().digest_size + len(_END)
+
+
+@dataclasses.dataclass(frozen=True)
+class CodeCache:
+    """Folder of machine code of this user.
+
+    Args:
+        variable: environment variable that names the folder. Without it the folder is
+            ``$XDG_CACHE_HOME/megatron-hecate`` or ``~/.cache/megatron-hecate``.
+    """
+
+    variable: str
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the files, which may not exist yet.
+
+        Raises:
+            FileNotFoundError: if no variable is set and this user has no home folder.
+        """
+        if named := os.environ.get(self.variable):
+            return Path(named).absolute()
+        shared = os.environ.get("XDG_CACHE_HOME")
+        try:
+            return Path(shared or Path.home() / ".cache").absolute() / "megatron-hecate"
+        except RuntimeError as error:
+            message = f"no folder for compiled code ({error}); name one in ${self.variable}"
+            raise FileNotFoundError(message) from None
+
+    def read(self, name: str) -> bytes | None:
+        """Return the code of file ``name``; ``None`` if it is missing or damaged.
+
+        Raises:
+            OSError: if there is no folder or it cannot be read.
+            PermissionError: also if other users can write to the folder or to the file.
+        """
+        path = self.folder / name
+        try:
+            status = path.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        for checked in (self.folder, path):
+            self._check_owner(checked)
+        if not stat.S_ISREG(status.st_mode):
+            raise PermissionError(f"{path} is no regular file; remove it")
+        content = path.read_bytes()
+        code = content[:-_TAIL]
+        if content[-_TAIL:] != hashlib.sha256(code).digest() + _END:
+            message = f"{path} is damaged ({len(content)} bytes); compiling again"
+            warnings.warn(message, stacklevel=2)
+            return None
+        return code
+
+    def write(self, name: str, code: bytes) -> None:
+        """Keep ``code`` as file ``name``, readable by this user alone.
+
+        Raises:
+            OSError: if there is no folder, or it cannot be written.
+            PermissionError: also if other users can write to it.
+        """
+        folder = self.folder
+        try:
+            # The umask decides on the mode of parents, but others must not write there: they could
+            # replace the folder.
+            for parent in reversed([one for one in folder.parents if not one.exists()]):
+                parent.mkdir(mode=0o755, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            self._check_owner(folder)
+            content = code + hashlib.sha256(code).digest() + _END
+            files.replace(folder / name, content, mode=files.PRIVATE)
+        except OSError as error:
+            if error.errno is None:
+                raise
+            message = f"{folder}: {error.strerror}; name another folder in ${self.variable}"
+            raise type(error)(message) from None
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Wait until no other process of this machine and user compiles for the folder.
+
+        The lock is a file of the machine and not of the folder, which may be read-only or on a file
+        system without locks. It ends with the process that holds it.
+        """
+        digest = hashlib.sha256(str(self.folder).encode()).hexdigest()[:12]
+        path = Path(tempfile.gettempdir()) / f"megatron-hecate-{os.getuid()}-{digest}.lock"
+        with contextlib.ExitStack() as stack:
+            # Without a lock every process compiles: slow, and right.
+            with contextlib.suppress(OSError):
+                flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+                descriptor = os.open(path, flags, files.PRIVATE)
+                stack.callback(os.close, descriptor)
+                _lock(descriptor)
+            yield
+
+    def _check_owner(self, path: Path) -> None:
+        """Raise PermissionError unless only this user, or root, can write to ``path``."""
+        status = path.stat()
+        is_trusted = status.st_uid in (0, os.getuid())
+        if is_trusted and not status.st_mode & _WRITABLE_BY_OTHERS:
+            return
+        # Only the owner can change the mode.
+        is_mine = status.st_uid == os.getuid()
+        way_out = f"run chmod go-w {path}, or name" if is_mine else "name"
+        raise PermissionError(
+            f"{path} belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}: "
+            f"compiled code must lie where only this user ({os.getuid()}) or root may write; "
+            f"{way_out} another folder in ${self.variable}"
+        )
+
+
+def _lock(descriptor: int) -> None:
+    """Lock a file, or give up after `LONGEST_WAIT`."""
+    end = time.monotonic() + LONGEST_WAIT
+    while time.monotonic() < end:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(0.05)
+
+
+PLANNER = CodeCache("NUMBA_CACHE_DIR")
+KERNELS = CodeCache("MEGATRON_HECATE_CACHE")
