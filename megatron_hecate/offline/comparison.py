@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import multiprocessing
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,13 +24,15 @@ from megatron_hecate.offline.recorded_loads import Trace
 from megatron_hecate.offline.recorded_run import RecordedRun
 from megatron_hecate.offline.simulated_job import SimulatedJob
 from megatron_hecate.offline.step_model import PipelineSchedule, Timing
-from megatron_hecate.plan import World
+from megatron_hecate.plan import World, compile_planner
 from megatron_hecate.plan.cost import BACKWARD
 
 # layers times steps times ranks squared: bound on the planning work of one way
 EFFORT: float = 4e6
 # Steps before the counted ones that the forecast sees; older steps have no measurable weight.
 HISTORY: int = 64
+# Measured over modelled time outside experts, from which on one of them is probably wrong.
+FAR: float = 4.0
 # Seconds of work left from which on further processes pay for their start.
 WORTH_PROCESSES: float = 20.0
 
@@ -237,7 +240,7 @@ def _scaled(settings: JobSettings, job: SimulatedJob) -> tuple[JobSettings, Simu
     if settings.step_ms is None:
         return settings, job
     try:
-        return settings, job.lasting(settings.step_ms / 1e3)
+        scaled = job.lasting(settings.step_ms / 1e3)
     except ValueError as error:
         if settings.step_is_given:
             raise
@@ -245,6 +248,15 @@ def _scaled(settings: JobSettings, job: SimulatedJob) -> tuple[JobSettings, Simu
         note = f"the record's step time is not used: {error}"
         notes = (*settings.notes, note)
         return dataclasses.replace(settings, step_ms=None, notes=notes), job
+    if not settings.step_is_given or scaled.timing.dense <= FAR * job.timing.dense:
+        return settings, scaled
+    note = (
+        f"--step-ms {settings.step_ms:,.0f} is far above the model: time outside experts and "
+        f"all-to-alls is taken as {scaled.timing.dense / job.timing.dense:,.0f} times what model "
+        "and machine suggest, and nothing of it can be won; check --step-ms (milliseconds of one "
+        "step), --model, --cluster and --microbatches"
+    )
+    return dataclasses.replace(settings, notes=(*settings.notes, note)), scaled
 
 
 def _check_experts(
@@ -316,6 +328,11 @@ def _timing(settings: JobSettings, world: World) -> Timing:
     )
 
 
+def _say_compiling() -> None:
+    text = "compiling the planner, some 20 seconds once per machine"
+    print(text, file=sys.stderr, flush=True)
+
+
 # Job of this process, of `simulate_ways`.
 _job: list[SimulatedJob] = []
 
@@ -336,6 +353,8 @@ def simulate_ways(
             progress is shown, because then a program without a main guard may have called us.
         show_progress: whether to draw a progress bar, with the time left, on standard error.
     """
+    if show_progress:
+        compile_planner(_say_compiling)
     # `disable=None` would hide the bar unless standard error is a terminal.
     disable = None if show_progress else True
     done: list[Outcome] = []

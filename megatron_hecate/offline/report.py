@@ -77,6 +77,8 @@ def main(argv: Sequence[str]) -> int:
             _export(found, flags.export)
         lines += _summary(found)
         lines.append(f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB).")
+    except PermissionError as error:
+        obstacle = f"no report: {error}; name files that you can write, with --out FILE"
     except (ValueError, OSError) as error:
         obstacle = f"no report: {error}"
     # Not in the `try`: a closed pipe does not mean that there is no page.
@@ -108,7 +110,19 @@ def _summary(found: dict[str, Any]) -> list[str]:
     """Return the verdict, the sentences of the page, and the next command."""
     verdict = found["verdict"]
     lines = [verdict["text"], verdict["reason"], *found["words"]]
+    if (compared := found["compared"]) is not None:
+        return [*lines, "", *_table(compared["heads"], compared["rows"])]
     return [*lines, verdict["purpose"], f"    {verdict['command']}"]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Format one line for each figure, with a column for each run."""
+    columns = [heads, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in zip(*columns, strict=True)
+    ]
 
 
 def _write_page(found: dict[str, Any], out: Path) -> None:

@@ -19,7 +19,7 @@ The modules, in the order of an iteration:
 The holder of each token is chosen on the device, in `routing`.
 """
 
-import functools
+from collections.abc import Callable
 
 import numpy as np
 
@@ -50,17 +50,19 @@ __all__ = [
 ]
 
 
-@functools.cache
-def compile_planner(*, late: bool = True, homes: bool = True) -> None:
+def compile_planner(
+    notice: Callable[[], None] = lambda: None, *, late: bool = True, homes: bool = True
+) -> None:
     """Compile the functions of the planner by planning one small layer.
 
     Afterwards no iteration waits for a compiler.
 
     Args:
+        notice: called first if code is not cached, so that compiling takes seconds.
         late: whether late replicas will be planned.
         homes: whether homes will move.
     """
-    with in_turn():
+    with in_turn(notice):
         _plan_small_layer(late=late, homes=homes)
 
 

@@ -75,11 +75,11 @@ class Compiled:
         return self.dispatcher._numba_type_
 
 
-def in_turn() -> contextlib.AbstractContextManager[None]:
+def in_turn(notice: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Let one process of this machine compile what the block calls; see `machine_code.in_turn`."""
     try:
         from megatron_hecate.plan import machine_code
     except ImportError:
         # Nothing will be compiled.
         return contextlib.nullcontext()
-    return machine_code.in_turn()
+    return machine_code.in_turn(notice)

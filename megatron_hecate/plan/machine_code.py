@@ -27,8 +27,8 @@ from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLoca
 
 from megatron_hecate.code_cache import PLANNER
 
-# Blocks of `in_turn` that have compiled nothing yet.
-_waiting: list[contextlib.ExitStack] = []
+# Blocks of `in_turn` that have compiled nothing yet: what begins their turn.
+_waiting: list[Callable[[], None]] = []
 
 
 def dispatcher_of(function: Callable) -> Any:
@@ -39,18 +39,26 @@ def dispatcher_of(function: Callable) -> Any:
 
 
 @contextlib.contextmanager
-def in_turn() -> Iterator[None]:
+def in_turn(notice: Callable[[], None]) -> Iterator[None]:
     """Let one process of this machine compile what the block calls, and others load the result.
 
     The turn begins with the first function that is not cached, so ranks load at the same time.
+
+    Args:
+        notice: called before this process compiles, or waits for another one.
     """
     with contextlib.ExitStack() as turn:
-        _waiting.append(turn)
+
+        def begin() -> None:
+            notice()
+            turn.enter_context(PLANNER.turn())
+
+        _waiting.append(begin)
         try:
             yield
         finally:
-            if turn in _waiting:
-                _waiting.remove(turn)
+            if begin in _waiting:
+                _waiting.remove(begin)
 
 
 @functools.cache
@@ -95,7 +103,7 @@ class _Cache(FunctionCache):
         name = self._file_name(sig, target_context.codegen())
         code = _read(name)
         if code is None and _waiting:
-            _waiting.pop().enter_context(PLANNER.turn())
+            _waiting.pop()()
             code = _read(name)
         if code is None:
             _warn_of_processors(name)

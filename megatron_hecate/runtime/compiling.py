@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import threading
 import warnings
 from collections.abc import Iterator
 
@@ -21,9 +20,6 @@ from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.job.problems import collect
 from megatron_hecate.plan import compile_planner
 
-# Seconds of compiling after which rank 0 prints the reason of the delay.
-QUIET: float = 3.0
-
 
 def compile_all(config: HecateConfig) -> list[str]:
     """Compile the kernels, and what ``config`` needs of the planner.
@@ -33,8 +29,8 @@ def compile_all(config: HecateConfig) -> list[str]:
     """
     problems: list[str] = []
     if config.slots or config.rehome:
-        with collect(problems, "planning cannot be compiled"), _notice("the planner"):
-            compile_planner(late=bool(config.late_replicas), homes=bool(config.rehome))
+        with collect(problems, "planning cannot be compiled"), _one_warning():
+            compile_planner(_notice, late=bool(config.late_replicas), homes=bool(config.rehome))
     with collect(problems, f"{socket.gethostname()}: the kernels cannot be compiled"):
         Kernels(device_of_rank())
     return problems
@@ -43,24 +39,22 @@ def compile_all(config: HecateConfig) -> list[str]:
 def compile_transfers() -> list[str]:
     """Compile the schedules and programs of transport ``nvlink``; returns problems as text."""
     problems: list[str] = []
-    with collect(problems, "transfers cannot be compiled"), _notice("transfers"):
-        compile_programs()
+    with collect(problems, "transfers cannot be compiled"), _one_warning():
+        compile_programs(_notice)
     return problems
 
 
+def _notice() -> None:
+    """Print on rank 0 why the job does not begin yet."""
+    if dist.get_rank() == 0:
+        text = "compiling, some 20 seconds once per machine; megatron-hecate check compiles ahead"
+        print(f"FSSDP: {text}", flush=True)
+
+
 @contextlib.contextmanager
-def _notice(what: str) -> Iterator[None]:
-    """Print on rank 0 that ``what`` is being compiled, if that takes long."""
-    text = f"FSSDP: compiling {what}, some 20 seconds once per machine; "
-    text += "megatron-hecate check compiles ahead"
-    notice = threading.Timer(QUIET, print, [text])
+def _one_warning() -> Iterator[None]:
+    """Hide the warnings of the block on all ranks of a machine but one: they share a folder."""
     with warnings.catch_warnings():
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # All ranks of a machine use one folder.
             warnings.simplefilter("ignore")
-        try:
-            if dist.get_rank() == 0:
-                notice.start()
-            yield
-        finally:
-            notice.cancel()
+        yield

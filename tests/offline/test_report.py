@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import json
 import math
 import re
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import recorded
 
-from megatron_hecate import trace
+from megatron_hecate import files, trace
 from megatron_hecate.__main__ import main
 from megatron_hecate.offline import report, what_if
 from megatron_hecate.offline.report_text import ms_text
@@ -518,11 +519,16 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture) ->
     export = tmp_path / "both.json"
     command = [str(stock), str(ours), "--out", str(page), "--export", str(export)]
     assert report.main(command) == 0
+    said = capsys.readouterr().out.splitlines()
     both = json.loads(export.read_text())
     alone = [_content(folder) for folder in (stock, ours)]
     first, second = both["compared"]["rows"]
     assert first[0] == f"{stock} (stock)" and second[0] == f"{ours} (FSSDP)"
     assert [row[1] for row in (first, second)] == [one["info"]["step"] for one in alone]
+    for head, *cells in zip(both["compared"]["heads"], first, second, strict=True):
+        (line,) = [line for line in said if line.lstrip().startswith(head)]
+        assert line.split()[-2:] == [str(cell) for cell in cells] or head == "run"
+    assert not any("megatron-hecate report STOCK_RUN" in line for line in said)
     assert first[4] == pytest.approx(alone[0]["mean"]["lost"], abs=1e-6)
     assert second[4] == pytest.approx(alone[1]["mean"]["left"], abs=1e-6)
     for row, a, b in zip(
@@ -547,3 +553,21 @@ def test_layers_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit):
         report.main([str(folder), "--export", "layers.xlsx"])
     assert "the name must end with .csv or .json" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
+    replace = files.replace
+
+    # Root may write everywhere.
+    def refuse(path: Path, content: str) -> None:
+        if path.parent == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        replace(path, content)
+
+    monkeypatch.setattr(files, "replace", refuse)
+    assert report.main([str(folder)]) == 1
+    assert "with --out FILE" in capsys.readouterr().err
+    assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 0

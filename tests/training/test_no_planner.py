@@ -18,7 +18,6 @@ def test_numba_is_needed_by_slots_only() -> None:
     import tiny_gpt
 
     from megatron_hecate.job.agreement import SwitchOnError
-    from megatron_hecate.plan import compile_planner
     from megatron_hecate.plan.compiled import Compiled
 
     def refuse(function: Any, *args: Any) -> Any:
@@ -26,7 +25,6 @@ def test_numba_is_needed_by_slots_only() -> None:
             "planning needs numba, which cannot be imported (Numba needs NumPy 2.4 or less)"
         )
 
-    compile_planner.cache_clear()
     Compiled.__call__ = refuse  # type: ignore[method-assign]
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)

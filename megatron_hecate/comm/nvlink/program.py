@@ -253,10 +253,13 @@ class Program:
 
 
 @functools.cache
-def compile_programs() -> None:
+def compile_programs(notice: Callable[[], None] = lambda: None) -> None:
     """Compile all functions of schedules and programs by a copy from rank 0 to rank 1.
 
     Ranks that compile in their first transfer would begin it at different times.
+
+    Args:
+        notice: called first if code is not cached, so that compiling takes seconds.
     """
     signals = Signals(
         rank=0,
@@ -266,7 +269,7 @@ def compile_programs() -> None:
         timeout=1.0,
         apart={0: 0, 1: 0},
     )
-    with in_turn():
+    with in_turn(notice):
         for build, sums in ((TransferSchedule.of_fetch, False), (TransferSchedule.of_return, True)):
             schedule = build([Copy(0, 0, 1, 0)], 0, domain=(0, 1), elements=1)
             Program(
