@@ -66,7 +66,7 @@ def test_too_many_slots_and_no_file_with_speeds() -> None:
         tiny_gpt.fssdp_hook(slots=5, speeds=__file__)(chunks)
     text = str(error.value)
     assert re.search(
-        r"layer 1: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text
+        r"layers 1-2: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text
     )
     assert f"  - speeds: {__file__} does not hold measured speeds" in text
     with pytest.raises(
