@@ -73,7 +73,7 @@ def explain_missing(error: ImportError) -> str:
     The line is empty if the cause is another module, such as one of a user's script.
     """
     cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-    for name, again in _missing().items():
+    for name, again in _missing():
         if (cause.name or "").partition(".")[0] == name or str(again) == str(cause):
             return _line_of(name, again)
     return ""
@@ -140,16 +140,14 @@ def _lines(verdicts: list[Verdict]) -> Iterator[str]:
         yield from (f"note: {line}" for line in of_job.notes)
 
 
-def _missing() -> dict[str, Exception]:
-    """Return the errors of dependencies that cannot be imported, by name."""
-    missing: dict[str, Exception] = {}
+def _missing() -> Iterator[tuple[str, Exception]]:
+    """Yield the name and the error of each dependency that cannot be imported."""
     for name in PACKAGES:
         try:
             importlib.import_module(name)
         # torch raises OSError for shared libraries
         except (ImportError, OSError) as error:
-            missing[name] = error
-    return missing
+            yield name, error
 
 
 def _line_of(name: str, error: Exception) -> str:
@@ -158,7 +156,7 @@ def _line_of(name: str, error: Exception) -> str:
 
 def _check_here() -> int:
     """Print versions, and what FSSDP would use; return 1 if it cannot be switched on."""
-    missing = _missing()
+    missing = dict(_missing())
     for name, error in missing.items():
         print(_line_of(name, error))
     if "torch" in missing:

@@ -73,7 +73,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
             text=text,
             reason=reason,
             command=what_if,
-            purpose=f"Try other layouts with what-if's {LAYOUT}:",
+            purpose=f"Try other layouts with what-if ({LAYOUT}):",
         )
     share = _share_of_step(found, way)
     if advice.verdict == "yes":
@@ -100,7 +100,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
         text=f"Do not switch FSSDP on: it would save {share}, less than 3 %.",
         reason=reason,
         command=what_if,
-        purpose=f"Try other layouts with what-if's {LAYOUT}:",
+        purpose=f"Try other layouts with what-if ({LAYOUT}):",
     )
 
 

@@ -371,7 +371,7 @@ def test_any_exception_of_one_rank_is_heard_by_all() -> None:
             raise AttributeError("planted")
 
         layer_parts.physical_dispatcher = fails
-    with pytest.raises(ValueError, match="layer 1: AttributeError: planted"):
+    with pytest.raises(ValueError, match="layers 1-2: AttributeError: planted"):
         tiny_gpt.fssdp_hook()(chunks)
 
 
