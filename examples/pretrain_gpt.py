@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -76,8 +77,22 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
     return BlendedMegatronDatasetBuilder(GPTDataset, num_samples, lambda: True, config).build()
 
 
+def probe_settings() -> tuple[str, float]:
+    """Return the probe's folder and skew from the environment; an empty folder without a probe."""
+    folder = os.environ.get("HECATE_PROBE", "")
+    text = os.environ.get("HECATE_SKEW", "0")
+    try:
+        skew = float(text)
+    except ValueError:
+        sys.exit(f"HECATE_SKEW={text!r} must be a number, such as 3")
+    if skew and not folder:
+        sys.exit(f"HECATE_SKEW={text} needs HECATE_PROBE=FOLDER: the probe makes experts hot")
+    return folder, skew
+
+
 def main() -> None:
     """Train with the flags of the command line."""
+    folder, skew = probe_settings()
     # Megatron runs make for its data helpers when training starts; its wheel has compiled helpers,
     # but no Makefile.
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
@@ -88,10 +103,10 @@ def main() -> None:
     args = parse_and_validate_args()
     model_config = gpt_config_from_args(args)
     step = forward_step
-    if folder := os.environ.get("HECATE_PROBE"):
+    if folder:
         from probe import Probe
 
-        probe = Probe(folder, skew=float(os.environ.get("HECATE_SKEW", "0")))
+        probe = Probe(folder, skew=skew)
         model_config.pre_wrap_hooks.append(probe.watch)
         step = partial(forward_step, record=probe)
     # Every rank builds its own data pipeline; by default Megatron builds it on some ranks only.

@@ -28,7 +28,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_hecate import __version__, launcher
+from megatron_hecate import __version__, check, launcher
 
 PROGRAM = "megatron-hecate"
 
@@ -86,6 +86,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words == ["--version"]:
         print(f"{PROGRAM} {__version__}")
         return 0
+    try:
+        return _run(words)
+    except ImportError as error:
+        line = check.explain_missing(error)
+        if not line:
+            raise
+        print(f"{PROGRAM}: {line}", file=sys.stderr)
+        return 1
+
+
+def _run(words: list[str]) -> int:
+    """Run the command in ``words``; return its exit status."""
     name, arguments = _find(words)
     if name is None:
         return launcher.main(words, commands=tuple(COMMANDS))

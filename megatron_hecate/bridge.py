@@ -29,6 +29,7 @@ from torch.nn import Module
 
 from megatron_hecate import HecateConfig, entry, fssdp
 from megatron_hecate import enable as launcher
+from megatron_hecate.config import fssdp_arguments
 from megatron_hecate.homes.converters import restore_homes_before_libraries
 from megatron_hecate.job.agreement import SwitchOnError, refuse
 from megatron_hecate.record.loggers import log_scalars
@@ -159,8 +160,7 @@ def _ask(config: Any, asked: dict[str, Any]) -> None:
 
 def _settings(config: Any) -> HecateConfig | None:
     """Return the settings that a recipe and its overrides ask for, or ``None`` without FSSDP."""
-    overrides = {name: value for name, value in vars(config.model).items() if name in NAMES}
-    asked = {**vars(config).get("_moe_fssdp", {}), **overrides}
+    asked = {**vars(config).get("_moe_fssdp", {}), **fssdp_arguments(config.model)}
     try:
         return HecateConfig.from_arguments(argparse.Namespace(**asked))
     except ValueError as error:

@@ -14,6 +14,7 @@ such as experts that are no `TEGroupedMLP`. ``--settings`` needs no Megatron.
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import os
 import sys
@@ -24,11 +25,13 @@ from typing import Any
 
 from megatron_hecate import __version__
 from megatron_hecate.code_cache import PLANNER
-from megatron_hecate.device import compile as kernels
 from megatron_hecate.settings import verdict
 from megatron_hecate.settings.files import jobs
 from megatron_hecate.settings.files.read import read_jobs
 from megatron_hecate.settings.verdict import NO_SETTING, NoSettingError, Verdict
+
+# Dependencies in pyproject.toml. numpy is first, because torch and numba raise its error.
+PACKAGES = ("numpy", "packaging", "tqdm", "torch", "numba")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,6 +76,18 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"{path}: {' '.join(str(error).split())}", file=sys.stderr)
     return 2
+
+
+def explain_missing(error: ImportError) -> str:
+    """Return a line that names the dependency whose import raised ``error``.
+
+    The line is empty if the cause is another module, such as one of a user's script.
+    """
+    cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
+    for name, again in _missing():
+        if (cause.name or "").partition(".")[0] == name or str(again) == str(cause):
+            return _line_of(name, again)
+    return ""
 
 
 def problems(settings: Mapping[str, Any]) -> list[str]:
@@ -144,6 +159,20 @@ def _capability(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def _missing() -> Iterator[tuple[str, Exception]]:
+    """Yield the name and the error of each dependency that cannot be imported."""
+    for name in PACKAGES:
+        try:
+            importlib.import_module(name)
+        # torch raises OSError for shared libraries
+        except (ImportError, OSError) as error:
+            yield name, error
+
+
+def _line_of(name: str, error: Exception) -> str:
+    return f"{name} cannot be imported ({' '.join(str(error).split())}): pip install {name}"
+
+
 def _check_here(capabilities: Sequence[tuple[int, int]]) -> int:
     """Print versions, and what FSSDP would use; return 1 if it cannot be switched on.
 
@@ -152,7 +181,15 @@ def _check_here(capabilities: Sequence[tuple[int, int]]) -> int:
     Args:
         capabilities: compute capabilities of further GPUs to compile for.
     """
+    missing = dict(_missing())
+    for name, error in missing.items():
+        print(_line_of(name, error))
+    if "torch" in missing:
+        print(f"megatron-hecate {__version__}: without torch, nothing else can be checked")
+        return 1
     import torch
+
+    from megatron_hecate.device import compile as kernels
 
     gpus = torch.cuda.device_count()
     print(f"megatron-hecate {__version__}, torch {torch.__version__}, {gpus} GPUs")
@@ -166,7 +203,7 @@ def _check_here(capabilities: Sequence[tuple[int, int]]) -> int:
         "transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, "
         "else p2p"
     )
-    return 0 if fits and plans and usable else 1
+    return 0 if fits and plans and usable and not missing else 1
 
 
 def _check_megatron() -> bool:
@@ -178,14 +215,18 @@ def _check_megatron() -> bool:
             "pip install -e '.[megatron]', or put your checkout on the path"
         )
         return False
-    with warnings.catch_warnings():
-        # Megatron warns about optional packages that are not installed
-        warnings.simplefilter("ignore")
-        import megatron.core
+    try:
+        with warnings.catch_warnings():
+            # Megatron warns about optional packages that are not installed
+            warnings.simplefilter("ignore")
+            import megatron.core
 
-        from megatron_hecate.settings import assumptions
+            from megatron_hecate.settings import assumptions
 
-        broken = assumptions.broken_assumptions()
+            broken = assumptions.broken_assumptions()
+    except ImportError as error:
+        print(f"megatron-core cannot be imported: {' '.join(str(error).split())}")
+        return False
     # Megatron appends the commit of any git repository it runs in
     version = megatron.core.__version__.partition("+")[0]
     fits = "does not fit" if broken else "fits"
@@ -214,7 +255,7 @@ def _check_planner() -> bool:
 
     with warnings.catch_warnings(record=True) as problems:
         warnings.simplefilter("always")
-        compile_planner()
+        compile_planner(lambda: print("planner: compiling, some 20 seconds", flush=True))
         compile_programs()
     print(f"planner: numba {numba.__version__}, compiled")
     for line in [problem.message for problem in problems] or [f"kept in {PLANNER.folder}"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import inspect
 import os
 import re
@@ -11,11 +12,13 @@ import textwrap
 import types
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 FLAG = "--moe-fssdp"
+# beginning of the names under which argparse stores our flags
+PREFIX = "moe_fssdp"
 # value of a setting that is resolved when FSSDP is switched on
 AUTO = "auto"
 # folder of an observed run's record, unless another one is named
@@ -58,6 +61,46 @@ launched: dict[str, Any] = {}
 def asks_for_fssdp(values: Mapping[str, Any]) -> bool:
     """Return whether ``values``, our flags by argparse's names, switch FSSDP or observing on."""
     return bool(values.get("moe_fssdp") or values.get("moe_fssdp_observe"))
+
+
+def fssdp_arguments(source: Any) -> dict[str, Any]:
+    """Return the attributes of ``source`` that are named like our flags, misspelt ones included."""
+    held = getattr(source, "__dict__", {})
+    return {name: value for name, value in held.items() if name.startswith(PREFIX)}
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raise a ValueError for a name that begins like our flags' names and is none of them."""
+    ends = [name.removeprefix(PREFIX) for name in HecateConfig().as_arguments()]
+    for name in names:
+        end = name.removeprefix(PREFIX)
+        if name.startswith(PREFIX) and end not in ends:
+            meant = [_shown(PREFIX + near) for near in difflib.get_close_matches(end, ends, n=1)]
+            guess = f"did you mean {meant[0]}? " if meant else ""
+            raise ValueError(
+                f"{_shown(name)} ({name}) does not exist; {guess}"
+                "megatron-hecate run --help lists the flags"
+            )
+
+
+def check_slots(slots: int, *, num_experts: int, num_ranks: int) -> None:
+    """Raise a ValueError if experts do not divide among ranks, or ``slots`` exceed other experts.
+
+    A rank hosts replicas of experts with their home on another rank.
+    """
+    if num_experts % num_ranks:
+        below = num_experts // num_ranks * num_ranks
+        nearest = f"{below} or {below + num_ranks}" if below else f"{num_ranks}"
+        raise ValueError(
+            f"num_experts={num_experts} is not divisible by {num_ranks} ranks; use {nearest}"
+        )
+    per_rank = num_experts // num_ranks
+    most = num_experts - per_rank
+    if not 0 <= slots <= most:
+        raise ValueError(
+            f"slots={slots} is out of range: a rank that is home to {per_rank} of "
+            f"{num_experts} experts can host 0 to {most} replicas"
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,8 +328,9 @@ class HecateConfig:
             args: Megatron's arguments, or any object with attributes of the same names.
 
         Raises:
-            ValueError: for a value outside its range.
+            ValueError: for a value outside its range, or a name that begins like ours.
         """
+        check_names(fssdp_arguments(args))
         fields = dataclasses.fields(cls)
         asked = {f.name: getattr(args, _argument(_flag_of(f.name)), f.default) for f in fields}
         on = getattr(args, _argument(FLAG), False)
@@ -323,6 +367,11 @@ def _document(settings: type[HecateConfig]) -> None:
 
 def _flag_of(field: str) -> str:
     return f"{FLAG}-{field.replace('_', '-')}"
+
+
+def _shown(argument: str) -> str:
+    """Return the flag whose value argparse stores under the name ``argument``."""
+    return f"--{argument.replace('_', '-')}"
 
 
 def _argument(flag: str) -> str:

@@ -17,7 +17,7 @@ from megatron_hecate.comm.connect import Connection, connect
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.job import watchdog
-from megatron_hecate.job.agreement import Note, refuse
+from megatron_hecate.job.agreement import Note, format_ranks, refuse
 from megatron_hecate.job.attempt import Attempt
 from megatron_hecate.job.device import device_of_rank, on_gpus
 from megatron_hecate.job.groups import connected_group
@@ -223,9 +223,16 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
     parts: list[LayerParts] = []
     with collect(problems):
         passes = training_state.passes_per_microbatch(model.layers, model.chunks)
+        refused: dict[str, list[int]] = {}
         for layer, times in zip(model.layers, passes, strict=True):
-            with collect(problems, f"layer {layer.layer_number}"):
+            of_layer: list[str] = []
+            with collect(of_layer):
                 parts.append(LayerParts.build(layer, slots=config.slots, passes=times))
+            for text in of_layer:
+                refused.setdefault(text, []).append(layer.layer_number)
+        for text, numbers in refused.items():
+            layers = "layer" if len(numbers) == 1 else "layers"
+            problems.append(f"{layers} {format_ranks(numbers)}: {text}")
     experts = {part.homes_only.num_experts for part in parts}
     if config.rehome and len(experts) > 1:
         problems.append(

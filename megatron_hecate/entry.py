@@ -22,14 +22,12 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_hecate import HecateConfig, fssdp
-from megatron_hecate.config import asks_for_fssdp, launched
+from megatron_hecate.config import asks_for_fssdp, fssdp_arguments, launched
 from megatron_hecate.job.agreement import SwitchOnError, refuse
 from megatron_hecate.megatron.pending_chunks import num_chunks
 from megatron_hecate.observe import has_run, is_on
 from megatron_hecate.settings import unsupported
 
-# names of our flags as argparse uses them, with default values
-NAMES = HecateConfig().as_arguments()
 WAY_OUT = (
     "call megatron_hecate.fssdp(HecateConfig(...))(model_chunks) before the model is wrapped, "
     "or leave --moe-fssdp out"
@@ -141,15 +139,14 @@ def _refuse_step_while_off(optimizer: Optimizer, *_: Any) -> None:
 
 def _requested(config: Any = None) -> dict[str, Any]:
     """Return the values of our flags by name, merged from all sources."""
-    own = {name: value for name, value in getattr(config, "__dict__", {}).items() if name in NAMES}
-    return {**launched, **_arguments(), **own}
+    return {**launched, **_arguments(), **fssdp_arguments(config)}
 
 
 def _arguments() -> dict[str, Any]:
     """Return our flags in Megatron's arguments, else in arguments parsed and not stored."""
     kept = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     for source in (kept, _parsed.get("newest")):
-        if found := {name: getattr(source, name) for name in NAMES if hasattr(source, name)}:
+        if found := fssdp_arguments(source):
             return found
     return {}
 

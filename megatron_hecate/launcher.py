@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hecate import HecateConfig
-from megatron_hecate.config import asks_for_fssdp, launched
-from megatron_hecate.job.rank_0 import refer_to_rank_0
+from megatron_hecate.config import FLAG, asks_for_fssdp, check_names, launched
+from megatron_hecate.job.rank_0 import VARIABLES, environment_number, refer_to_rank_0
 from megatron_hecate.late_imports import import_after_megatron
+from megatron_hecate.settings.fssdp_flags import validate
 
 # Console commands and modules that start ranks. The launcher runs in each rank, so they must
 # precede it.
@@ -46,7 +47,7 @@ class Parser(argparse.ArgumentParser):
     """Parser that prints usage and an error on rank 0, and one line on each other rank."""
 
     def error(self, message: str) -> NoReturn:
-        rank = int(os.environ.get("RANK", 0))
+        rank = environment_number("RANK")
         if rank == 0:
             super().error(message)
         refer_to_rank_0(f"{self.prog}: error; see the message of rank 0", rank)
@@ -206,6 +207,13 @@ def main(argv: list[str], *, commands: Sequence[str] = ()) -> int:
         commands: commands of ours that ``argv`` may have meant, for errors.
     """
     parser = make_parser()
+    try:
+        for name in VARIABLES:
+            environment_number(name)
+    except ValueError as error:
+        # not by the parser, which prints on rank 0 only
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
     command = Command.split(argv, parser)
     # -h exits here
     known, unknown = parser.parse_known_args(command.flags, _unset())
@@ -221,14 +229,10 @@ def main(argv: list[str], *, commands: Sequence[str] = ()) -> int:
         parser.error(f"{error}{_hint(command.target, commands)}")
     except ValueError as error:
         parser.error(str(error))
-    given |= _among(command.arguments)
     # validate now: Megatron takes minutes to start
     try:
-        settings = HecateConfig.from_arguments(argparse.Namespace(**given))
-        if settings is not None and settings.speeds is not None:
-            from megatron_hecate.plan import Speeds
-
-            Speeds.load(settings.speeds)
+        given |= _among(command.arguments)
+        validate(given)
     except (ValueError, NotImplementedError) as error:
         parser.error(f"--moe-fssdp: {error}")
     # paths must be absolute, because the script may change the working directory
@@ -262,7 +266,7 @@ def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
         if done.code not in (None, 0):
             raise
     if _is_off_against_wish(given):
-        if int(os.environ.get("RANK", 0)) == 0:
+        if environment_number("RANK") == 0:
             text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
             # Primus replaces ``print``
             sys.stderr.write(f"FSSDP: {target.name} {text}\n")
@@ -292,13 +296,19 @@ def _given(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def _among(arguments: list[str]) -> dict[str, Any]:
-    """Return our flags among a script's own arguments; none if one has an invalid value."""
+    """Return our flags among a script's own arguments.
+
+    Raises:
+        ValueError: for a flag that does not exist, or has an invalid value.
+    """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     HecateConfig.add_arguments(parser)
     try:
-        found, _ = parser.parse_known_args(arguments, _unset())
-    except argparse.ArgumentError:
-        return {}
+        found, rest = parser.parse_known_args(arguments, _unset())
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    flags = [word.partition("=")[0] for word in rest if word.startswith(FLAG)]
+    check_names(flag.removeprefix("--").replace("-", "_") for flag in flags)
     return _given(found)
 
 

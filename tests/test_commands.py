@@ -211,6 +211,32 @@ def test_ranks_other_than_0_print_one_line(run, monkeypatch) -> None:
     assert run("reprt") == (2, "", message)
 
 
+@pytest.mark.parametrize(
+    "command", ["run --moe-fssdp SCRIPT", "--moe-fssdp SCRIPT", "run", "measure x"]
+)
+@pytest.mark.parametrize(
+    ("variable", "value", "least"),
+    [
+        ("RANK", "abc", 0),
+        ("RANK", "", 0),
+        ("RANK", "-1", 0),
+        ("RANK", "1.0", 0),
+        ("LOCAL_RANK", "gpu0", 0),
+        ("WORLD_SIZE", "two", 1),
+        ("WORLD_SIZE", "0", 1),
+        ("LOCAL_WORLD_SIZE", "$GPUS", 1),
+    ],
+)
+def test_variables_of_torchrun_that_are_no_numbers(
+    command: str, variable: str, value: str, least: int, run, tmp_path: Path, monkeypatch
+) -> None:
+    (script := tmp_path / "script.py").touch()
+    monkeypatch.setenv(variable, value)
+    status, out, err = run(*command.replace("SCRIPT", str(script)).split())
+    line = f"{variable}={value!r} in the environment must be a whole number, {least} or more; unset {variable}"
+    assert status == 2 and not out and line in err.splitlines()[-1], err
+
+
 @pytest.mark.parametrize("command", ["check --settings {0}", "report {1}"])
 def test_a_reader_that_has_read_enough(
     command: str, folder: Path, tmp_path: Path, monkeypatch, capfd

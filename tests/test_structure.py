@@ -25,7 +25,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"files"},
     {"code_cache"},
-    {"trace", "plan", "config", "device"},
+    {"config"},
+    {"trace", "plan", "device"},
     {"job"},
     {"routing", "comm"},
     {"replicas"},

@@ -172,7 +172,7 @@ def _doubts(settings: JobSettings, run: RecordedRun | None) -> Iterator[str]:
     if settings.step_ms is None:
         yield (
             f"absolute times can be off by up to {ERROR:.0%} (docs/what-if.md): "
-            "give --step-ms, the measured time of your step"
+            "give --step-ms to what-if, the measured time of your step"
         )
     sizes = (settings.layout.ep, settings.model.layers)
     if run is not None and sizes != (run.ep, run.layers):

@@ -7,7 +7,6 @@ median.
 from __future__ import annotations
 
 import argparse
-import os
 import socket
 import sys
 import time
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from megatron_hecate import files
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.job.collectives import gather_rows
+from megatron_hecate.job.rank_0 import VARIABLES, environment_number
 from megatron_hecate.plan import Link, Placement, Speeds, World
 from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.tables import GroupShape
@@ -56,13 +56,17 @@ def main(argv: Sequence[str]) -> int:
     """Run the command on this rank; returns its exit status."""
     parser = make_parser()
     path = parser.parse_args(argv).file
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+    try:
+        numbers = {name: environment_number(name) for name in VARIABLES}
+    except ValueError as error:
+        parser.error(str(error))
+    if numbers["WORLD_SIZE"] < 2:
         parser.error(FEW_RANKS)
     try:
         measure(path)
     except ValueError as error:
         # All ranks have the same problem.
-        if os.environ.get("RANK", "0") == "0":
+        if numbers["RANK"] == 0:
             print(f"not measured: {error}", file=sys.stderr)
         return 2
     return 0
@@ -108,7 +112,7 @@ def _start() -> torch.device:
     """Select this rank's device and start ``torch.distributed``; returns the device."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        device = torch.device("cuda", environment_number("LOCAL_RANK"))
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"

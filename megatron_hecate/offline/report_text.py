@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -72,7 +73,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
             text=text,
             reason=reason,
             command=what_if,
-            purpose=f"Try other layouts ({LAYOUT}):",
+            purpose=f"Try other layouts with what-if ({LAYOUT}):",
         )
     share = _share_of_step(found, way)
     if advice.verdict == "yes":
@@ -99,7 +100,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
         text=f"Do not switch FSSDP on: it would save {share}, less than 3 %.",
         reason=reason,
         command=what_if,
-        purpose=f"Try other layouts ({LAYOUT}):",
+        purpose=f"Try other layouts with what-if ({LAYOUT}):",
     )
 
 
@@ -118,10 +119,14 @@ def _share_of_step(found: Comparison, way: Outcome) -> str:
 
 def _no_verdict(obstacle: str, *, command: str, purpose: str) -> Verdict:
     """Explain that times are unknown because of an ``obstacle``."""
+    reason = "The page shows loads alone."
+    # the job is built as what-if builds it, which raises errors about its own flags
+    if re.search(r"--(?!moe-fssdp)[a-z]", obstacle):
+        reason += " The flags are those of megatron-hecate what-if."
     return Verdict(
         kind="neutral",
         text=f"No verdict, since times are not known: {obstacle}.",
-        reason="The page shows loads alone.",
+        reason=reason,
         command=command,
         purpose=purpose,
     )

@@ -380,8 +380,8 @@ class SimulatedJob:
             timing = fit_outside(self.timing, seconds, stock_seconds)
         except ValueError as error:
             raise ValueError(
-                f"--step-ms {seconds * 1e3:g} is less than experts and all-to-alls alone take, "
-                f"{error}: check --ranks, --ep and --microbatches, or take a --cluster "
-                "file that megatron-hecate measure has written there"
+                f"a step of {seconds * 1e3:g} ms is less than experts and all-to-alls alone take, "
+                f"{error}: check what-if's --step-ms, --ranks, --ep and --microbatches, or give "
+                "what-if a --cluster file that megatron-hecate measure has written there"
             ) from error
         return dataclasses.replace(self, timing=timing)

@@ -22,6 +22,8 @@ from functools import cached_property
 
 import numpy as np
 
+from megatron_hecate.config import check_slots
+
 # marks an empty physical slot
 EMPTY = -1
 
@@ -76,21 +78,8 @@ class Placement:
             ValueError: if E is not divisible by R, or the slots exceed the experts with their home
                 on another rank.
         """
-        if num_experts % num_ranks:
-            below = num_experts // num_ranks * num_ranks
-            nearest = f"{num_ranks}"
-            if below:
-                nearest = f"{below} or {below + num_ranks}"
-            raise ValueError(
-                f"num_experts={num_experts} is not divisible by {num_ranks} ranks; use {nearest}"
-            )
+        check_slots(num_slots, num_experts=num_experts, num_ranks=num_ranks)
         per_rank = num_experts // num_ranks
-        most = num_experts - per_rank
-        if not 0 <= num_slots <= most:
-            raise ValueError(
-                f"slots={num_slots} is out of range: a rank that is home to {per_rank} of "
-                f"{num_experts} experts can host 0 to {most} replicas"
-            )
         home = np.repeat(np.arange(num_ranks), per_rank)
         table = np.full((num_ranks, per_rank + num_slots), EMPTY, dtype=np.int64)
         table[:, :per_rank] = np.arange(num_experts).reshape(num_ranks, per_rank)

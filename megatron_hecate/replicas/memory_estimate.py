@@ -24,6 +24,7 @@ import torch
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.config import AUTO
 from megatron_hecate.job.agreement import format_ranks
+from megatron_hecate.job.rank_0 import environment_number
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferSizes
 
 ASSUMED = "Adam, state not sharded"
@@ -216,7 +217,7 @@ class RankMemory:
             available = int(lines["MemAvailable"].split()[0]) * 1024
         else:
             available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return available // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        return available // environment_number("LOCAL_WORLD_SIZE")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_hecate.config import HecateConfig
-from megatron_hecate.settings import unsupported
+from megatron_hecate.config import MOST, HecateConfig
+from megatron_hecate.settings import fssdp_flags, unsupported
 from megatron_hecate.settings.files import adapters, jobs
 from megatron_hecate.settings.files.flags import Perhaps
 from megatron_hecate.settings.files.setting import Setting
@@ -34,6 +34,7 @@ HELPERS = {
     "add_bias_linear",
     "overlap_grad_reduce",
     "moe_fssdp_rehome",
+    "moe_fssdp_slots",
     "gradient_accumulation_fusion",
     "use_transformer_engine_op_fuser",
     "mixed_precision",
@@ -51,7 +52,6 @@ MEGATRON = (READ - COMMON) | {
     "num_experts",
     "num_moe_experts",
     "moe_router_topk",
-    "moe_fssdp_slots",
     "kitchen_config_file",
     "kitchen_recipe_number",
     "tensor_parallel_num_weight_shards",
@@ -94,6 +94,7 @@ WORST: dict[str, tuple[Any, ...]] = {
     "expert_gtp_weight_remat_size": (2,),
     "moe_fssdp_late_replicas": (1,),
     "moe_fssdp_rehome": (1,),
+    "moe_fssdp_slots": (MOST["slots"],),
     "turbo_sync_free_moe_stage": (2,),
 }
 SWITCHES = {
@@ -124,8 +125,14 @@ def find_refused(job: jobs.JobSettings) -> list[str]:
     """Return one line for each setting of a job that FSSDP does not combine with.
 
     Raises:
-        ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range.
+        ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range,
+            and for what `fssdp_flags.validate` refuses.
     """
+    fssdp_flags.validate_job(job)
+    return _find_refused(job)
+
+
+def _find_refused(job: jobs.JobSettings) -> list[str]:
     for setting in job.settings:
         is_adapters = adapters.section_of(setting) is not None
         if setting.field in READ or (set(setting.path) & set(jobs.SECTIONS) and not is_adapters):
@@ -140,7 +147,7 @@ def find_refused(job: jobs.JobSettings) -> list[str]:
     slots = settings["moe_fssdp_slots"]
     if slots is None:
         slots = HecateConfig().slots
-    return unsupported.find(*sources, slots=slots)
+    return unsupported.find(*sources, slots=slots) + fssdp_flags.find_too_many(slots, settings)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,7 +245,7 @@ def _judge(job: jobs.JobSettings) -> tuple[list[str], list[Setting]]:
             continue
         for value in _possible_values(unknown):
             settings = [*job.settings, Setting((), unknown.name, value)]
-            tried = find_refused(dataclasses.replace(job, settings=settings))
+            tried = _find_refused(dataclasses.replace(job, settings=settings))
             names = {_refused_setting(line) for line in tried}
             certain &= names
             if names != known and unknown not in may_decide:
@@ -315,14 +322,7 @@ def _check_quotes(name: str, value: Any) -> None:
 
 
 def _check_numbers(settings: unsupported.SettingSources) -> None:
-    """Raise a ValueError for a value that is no number, where rules compare it with numbers.
-
-    Our own flags are validated as at switch-on.
-    """
-    for name in ("slots", "rehome"):
-        value = settings[f"moe_fssdp_{name}"]
-        if value is not None:
-            HecateConfig(**{name: value})
+    """Raise a ValueError for a value that is no number, where rules compare it with numbers."""
     name = "moe_expert_capacity_factor"
     factor = settings[name]
     if factor is None:

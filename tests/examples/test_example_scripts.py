@@ -121,3 +121,35 @@ def test_slurm_starts_every_node(tmp_path: Path) -> None:
     assert all(words[-2:] == ["--lr", "1e 4"] for words in nodes), (
         "further arguments arrive as they were"
     )
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"HECATE_SKEW": "3"}, "HECATE_SKEW=3 needs HECATE_PROBE=FOLDER"),
+        ({"HECATE_SKEW": "3", "HECATE_PROBE": ""}, "HECATE_SKEW=3 needs HECATE_PROBE=FOLDER"),
+        ({"HECATE_SKEW": "much", "HECATE_PROBE": "x"}, "HECATE_SKEW='much' must be a number"),
+        ({"HECATE_SKEW": "0"}, None),
+        ({"HECATE_SKEW": "3", "HECATE_PROBE": "x"}, None),
+        ({}, None),
+    ],
+    ids=str,
+)
+def test_skew_needs_the_probe(
+    environment: dict[str, str], message: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    # the import loads Megatron
+    import pretrain_gpt
+
+    for variable in ("HECATE_SKEW", "HECATE_PROBE"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    if message is None:
+        pretrain_gpt.probe_settings()
+        return
+    with pytest.raises(SystemExit, match=message) as ended:
+        pretrain_gpt.main()
+    assert isinstance(ended.value.code, str)

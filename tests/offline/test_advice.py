@@ -6,6 +6,7 @@ printed.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import json
 import os
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 import recorded
 
-from megatron_hecate.__main__ import main
+from megatron_hecate.__main__ import COMMANDS, main
 from megatron_hecate.offline import report
 from megatron_hecate.offline.megatron_files import read_any
 from megatron_hecate.offline.outcome import PARTS, Outcome
@@ -276,3 +277,78 @@ def test_the_page_of_a_machine_without_utf_8(tmp_path: Path) -> None:
         subprocess.run(command, env={**os.environ, **settings}, timeout=120, check=True)
         pages.append(page.read_bytes())
     assert pages[0] == pages[1]
+
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+# written by Megatron
+MEGATRONS = {"--moe-routing-trace-path", "--save-tokens-per-expert-interval"}
+
+
+def _flags_of(command: str) -> set[str]:
+    return {
+        flag
+        for action in COMMANDS[command].load().make_parser()._actions
+        for flag in action.option_strings
+    }
+
+
+def _cited(text: str, own: set[str]) -> list[str]:
+    """Flags in ``text`` that are neither of the command with the flags ``own``, nor of `run`."""
+    return [flag for flag in FLAG.findall(text) if flag not in own | _flags_of("run") | MEGATRONS]
+
+
+@pytest.mark.parametrize(
+    "kind", ["stock", "no time", "few bytes", "alone", "fast", "balanced", "bare", "fssdp", "slow"]
+)
+def test_report_names_flags_of_its_own_or_their_command(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """In what is printed, a line about flags of what-if names what-if, which has them."""
+    size = recorded.Size(num=4, layers=2, ranks=1) if kind == "alone" else SIZE
+    held = recorded.arrays(size, fssdp=kind in ("fssdp", "slow"))
+    fields: dict = {"job": {"device_bytes": 1 << 28}} if kind == "few bytes" else {}
+    if kind == "no time":
+        held["time"] = np.full(size.num, np.nan)
+    elif kind == "balanced":
+        held["load"][:] = 512
+    elif kind == "bare":
+        fields = dict(shape={}, speeds={}, memory={})
+    elif kind == "slow":
+        fields = dict(speeds={**recorded.SPEEDS, "flops": 4.4e8})
+    if kind == "fast":
+        folder = _observed(tmp_path / "run", step_ms=1e-3)
+    else:
+        folder = recorded.write(tmp_path / "run", size, held=held, **fields)
+    assert report.main([str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for number, line in enumerate(lines):
+        if strange := _cited(line, _flags_of("report")):
+            # the reason of the verdict, or a command, follows
+            near = line.replace("docs/what-if", "")
+            if number == 0 or lines[number + 1].startswith("    "):
+                near += lines[number + 1]
+            assert "what-if" in near, line
+            assert set(strange) <= _flags_of("what-if"), line
+    assert kind != "fast" or "The record's step time is not used" in "".join(lines), lines
+
+
+def test_messages_name_flags_that_exist() -> None:
+    """All texts of the offline commands, and of the page, which belongs to no other command than report."""
+    own = set().union(*map(_flags_of, ("report", "what-if", "measure", "check")))
+    folder = Path(report.__file__).parent
+    for path in [*folder.glob("*.py"), *(folder.parent / "record").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                strange = set(_cited(node.value, own)) - {
+                    "--nproc-per-node",
+                    "--otel-enabled",
+                    "--no-python",
+                }
+                assert not strange, f"{path.name}:{node.lineno}: {strange}"
+    for path in (
+        report.PAGE / name for name in ("page.html", "page.js", "summary.js", "charts.js")
+    ):
+        text = re.sub(
+            r"<!--.*?-->|var\(--[\w-]+\)|\"--[\w-]+\"", "", path.read_text(), flags=re.DOTALL
+        )
+        assert not _cited(text, _flags_of("report")), path

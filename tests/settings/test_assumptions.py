@@ -66,7 +66,7 @@ def test_too_many_slots_and_no_file_with_speeds() -> None:
         tiny_gpt.fssdp_hook(slots=5, speeds=__file__)(chunks)
     text = str(error.value)
     assert re.search(
-        r"layer 1: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text
+        r"layers 1-2: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text
     )
     assert f"  - speeds: {__file__} does not hold measured speeds" in text
     with pytest.raises(
@@ -371,7 +371,7 @@ def test_any_exception_of_one_rank_is_heard_by_all() -> None:
             raise AttributeError("planted")
 
         layer_parts.physical_dispatcher = fails
-    with pytest.raises(ValueError, match="layer 1: AttributeError: planted"):
+    with pytest.raises(ValueError, match="layers 1-2: AttributeError: planted"):
         tiny_gpt.fssdp_hook()(chunks)
 
 

@@ -34,6 +34,8 @@ IDLE = ENVIRONMENTS | {
     "dtensor_cfg",
     "automodel_cfg",
 }
+# our flags whose values stay texts, such as a folder named 2026
+TEXTS = ("moe_fssdp_record", "moe_fssdp_speeds", "moe_fssdp_trace")
 OTHER_FILES = ("defaults", "extends", "includes", "bases", "base_config", "inherit_from")
 # a key that names a backend, and the section that is read only if this backend is Megatron
 BACKEND_SECTIONS = (("strategy_name", "strategy_config"), ("strategy", "megatron"))
@@ -179,7 +181,7 @@ def value_of_flag(name: str, value: Any) -> Any:
         return next((item for item in values if isinstance(item, Unresolved)), values)
     if value == "none" and name in ("fp8", "fp4", "peft"):
         return None
-    if isinstance(value, str):
+    if isinstance(value, str) and name not in TEXTS:
         return scalar(value)
     return value
 

@@ -10,6 +10,8 @@ from typing import Any
 
 from megatron_hecate.settings.files.variables import REFERENCE, Unresolved
 
+# our flags that take no value
+SWITCHES = ("moe-fssdp", "moe-fssdp-observe")
 OVERRIDE = re.compile(r"\+{0,2}~?(?P<path>[A-Za-z_][\w.]*)=(?P<value>.*)", re.DOTALL)
 
 
@@ -41,6 +43,9 @@ def flags_of(words: Sequence[str | Unresolved]) -> Iterator[Flag]:
             name, equals, value = text[2:].partition("=")
             if equals:
                 yield Flag(name, _text_of(value, word))
+                continue
+            if name in SWITCHES:
+                yield Flag(name, True)
                 continue
             values: list[str | Unresolved] = []
             while at < len(words) and not _starts_another(str(words[at])):

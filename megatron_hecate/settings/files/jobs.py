@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
 from typing import Any
 
 from megatron_hecate.settings.files.adapters import find_adapter
@@ -37,6 +38,7 @@ class JobSettings:
         unknown: variables that may hold flags.
         is_listed: whether the job is an entry of a list.
         is_plain: whether all settings stand where ``check`` documents them, without a search.
+        folder: folder of the file.
     """
 
     name: str
@@ -46,6 +48,7 @@ class JobSettings:
     unknown: list[str] = dataclasses.field(default_factory=list)
     is_listed: bool = False
     is_plain: bool = True
+    folder: Path = Path()
 
     @property
     def sources(self) -> list[dict[str, Any]]:

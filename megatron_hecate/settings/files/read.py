@@ -11,6 +11,9 @@ from typing import Any
 from megatron_hecate.settings.files import jobs
 from megatron_hecate.settings.files.shell_text import looks_like_script
 
+# values of a YAML document, aliases replaced, that are read at most; jobs have some hundred
+LARGEST = 100_000
+
 
 def read_jobs(
     path: Path, environment: Mapping[str, str], names: Iterable[str], *, switches: Set[str]
@@ -30,7 +33,18 @@ def read_jobs(
         text = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot be read: {error}") from None
-    suffix = path.suffix.lower()
+    found = _of_text(text, path.suffix.lower(), environment, names, switches=switches)
+    return [dataclasses.replace(job, folder=path.parent) for job in found]
+
+
+def _of_text(
+    text: str,
+    suffix: str,
+    environment: Mapping[str, str],
+    names: Iterable[str],
+    *,
+    switches: Set[str],
+) -> list[jobs.JobSettings]:
     if looks_like_script(text, suffix):
         found = jobs.of_script(text, environment, names, switches=switches)
         if not found:
@@ -70,12 +84,41 @@ def _parse(text: str, suffix: str) -> Any:
         raise ValueError("needs PyYAML (pip install pyyaml), which JSON does not") from None
     # A class of our own, because constructors are added to the class. Tags of frameworks, such as
     # !override, change no setting's value, so they are ignored.
-    loader = type("Loader", (yaml.SafeLoader,), {})
-    loader.add_multi_constructor("", _construct)
+    kind = type("Loader", (yaml.SafeLoader,), {})
+    kind.add_multi_constructor("", _construct)
     try:
-        return yaml.load(text, Loader=loader)
+        loader = kind(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ValueError(f"is not YAML: {error}") from None
+
+
+def _check_size(document: Any) -> None:
+    """Raise a ValueError for a YAML document that is small only as long as aliases are not read.
+
+    Args:
+        document: node of the whole document, in which aliases are the nodes that they refer to.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 1
+            for part in node.value if isinstance(node.value, list) else ():
+                # a mapping has pairs of nodes
+                sizes[id(node)] += sum(map(size, part if isinstance(part, tuple) else (part,)))
+        return sizes[id(node)]
+
+    # a document without aliases may be as large as it is
+    if size(document) > max(LARGEST, len(sizes)):
+        raise ValueError(
+            f"holds more than {LARGEST} values once its aliases (*NAME) are replaced; "
+            "write out the settings of the job"
+        )
 
 
 def _construct(loader: Any, _: str, node: Any) -> Any:

@@ -1,0 +1,105 @@
+"""Every command without each dependency in turn: one line that names it, and no traceback.
+
+Oracle: the dependencies in pyproject.toml; literal lines.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import recorded
+from pretraining import ROOT
+
+from megatron_hecate import check
+
+pytestmark = pytest.mark.fast
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGES = [re.match(r"[\w-]+", text)[0] for text in PROJECT["dependencies"]]
+# as an uninstalled package, and as an installed one that fails
+NOT_THERE = """
+import sys
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if name == "{0}":
+            raise ModuleNotFoundError("No module named '{0}'", name=name)
+sys.meta_path.insert(0, Finder)
+"""
+BROKEN = "raise ImportError('{0} is broken:\\n\\n  no library')"
+
+
+def _without(
+    package: str, folder: Path, *words: str, is_broken: bool = False
+) -> tuple[int, str, str]:
+    """Run a command without ``package``; return its status and output."""
+    (hidden := folder / f"without-{package}-{is_broken}").mkdir(exist_ok=True)
+    if is_broken:
+        (hidden / f"{package}.py").write_text(BROKEN.format(package))
+    else:
+        (hidden / "sitecustomize.py").write_text(NOT_THERE.format(package))
+    path = os.pathsep.join([str(hidden), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_hecate", *words],
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_all_dependencies_are_named() -> None:
+    assert sorted(check.PACKAGES) == sorted(PACKAGES)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_check_names_the_package_and_goes_on(package: str, tmp_path: Path) -> None:
+    status, out, _ = _without(package, tmp_path, "check")
+    line = f"{package} cannot be imported (No module named '{package}'): pip install {package}"
+    assert status == 1 and line in out.splitlines(), out
+    for part in ("planner: numba", "kernels, of quotas"):
+        assert (part in out) == (package != "torch"), out
+    (tmp_path / "job.json").write_text('{"expert_model_parallel_size": 2, "num_experts": 8}')
+    found = _without(package, tmp_path, "check", "--settings", "job.json")
+    assert found == (0, "would switch on\n", "")
+
+
+@pytest.mark.parametrize(
+    ("package", "command"),
+    [
+        *(("torch", command) for command in ("report", "what-if", "measure", "run")),
+        *(("numpy", command) for command in ("report", "what-if", "run")),
+        *(("numba", command) for command in ("report", "what-if")),
+        ("packaging", "run"),
+        ("tqdm", "what-if"),
+    ],
+)
+def test_a_command_names_the_package_that_it_needs(
+    package: str, command: str, tmp_path: Path
+) -> None:
+    size = recorded.Size(num=3, layers=2)
+    recorded.write(tmp_path / "record", size, held=recorded.arrays(size, fssdp=False))
+    (tmp_path / "script.py").write_text(f"import {package}\n")
+    words = {"measure": ["speeds.json"], "run": ["--moe-fssdp", "--", "script.py"]}
+    arguments = [command, *words.get(command, ["record"])]
+    status, out, err = _without(package, tmp_path, *arguments)
+    line = f"{package} cannot be imported (No module named '{package}'): pip install {package}\n"
+    assert (status, out) == (1, "") and err.endswith(f"megatron-hecate: {line}"), err
+    if (package, command) == ("torch", "report"):
+        _, _, err = _without(package, tmp_path, *arguments, is_broken=True)
+        assert f"{package} cannot be imported ({package} is broken: no library): pip" in err
+
+
+def test_a_package_of_the_script_itself_keeps_its_traceback(tmp_path: Path) -> None:
+    """Which is the script's, also if a package that nobody imported is missing."""
+    (tmp_path / "script.py").write_text("import a_package_of_its_own\n")
+    with pytest.raises(AssertionError, match="No module named 'a_package_of_its_own'"):
+        _without("tqdm", tmp_path, "run", "script.py")
