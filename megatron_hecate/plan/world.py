@@ -6,8 +6,10 @@ Speeds default to an H100 node's; ``megatron-hecate measure FILE`` writes measur
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
+import reprlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -83,17 +85,16 @@ class Speeds:
             ValueError: if the file is missing or malformed; the message names file and cause.
         """
         try:
-            values = json.loads(Path(path).read_text())
-            return cls(
-                intra=Link(**values["intra"]),
-                inter=Link(**values["inter"]),
-                flops=float(values["flops"]),
-                routing=float(values["routing"]),
-                contention=float(values["contention"]),
-            )
+            values = json.loads(files.read_file(path))
+            links = [Link(**values[name]) for name in ("intra", "inter")]
+            numbers = [values[name] for name in ("flops", "routing", "contention")]
+            for number in itertools.chain(numbers, *map(dataclasses.astuple, links)):
+                if isinstance(number, str | bool):
+                    raise ValueError(f"{reprlib.repr(number)} is no number")
+            return cls(*links, *map(float, numbers))
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{path} does not hold measured speeds ({type(error).__name__}: {error}); "
+                f"{path} does not hold measured speeds ({files.describe(error)}); "
                 "write it with torchrun ... -m megatron_hecate measure FILE"
             ) from error
 
