@@ -100,14 +100,15 @@ def read_file(path: Path | str) -> bytes:
         FileNotFoundError: if there is no such file.
         ValueError: for a file of another kind, with too many bytes, or that cannot be read.
     """
+    path = Path(path)
     try:
         # Before the file is opened: opening a FIFO waits for a writer.
-        status = os.stat(path)
+        status = path.stat()
         if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
             raise ValueError(f"{path} is {kind}, not a regular file")
         if status.st_size > MOST_BYTES:
             raise ValueError(f"{path} has {status.st_size:,} bytes, more than {MOST_BYTES:,}")
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             return file.read(MOST_BYTES)
     except FileNotFoundError:
         raise

@@ -13,7 +13,7 @@ import numpy as np
 from megatron_hecate.files import parse_json, read_file
 from megatron_hecate.offline.megatron_files import read_any
 from megatron_hecate.offline.recorded_run import RecordedRun
-from megatron_hecate.record.run_schema import parse_arrays
+from megatron_hecate.record.run_schema import MOST_TOKENS, parse_arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,18 +104,10 @@ def read_loads(
         counts = _read(path, num_experts, stages)
         check_loads(counts)
     # JSON may hold anything.
-    except (
-        AttributeError,
-        IndexError,
-        KeyError,
-        OSError,
-        StopIteration,
-        TypeError,
-        ValueError,
-    ) as error:
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} holds no loads ({error}); give a folder of --moe-fssdp-record, or of files that "
-            "Megatron wrote, an .npz with counts [steps, layers, sources, experts] or "
+            f"{path} holds no loads ({error}); give a folder of --moe-fssdp-record, or of files "
+            "that Megatron wrote, an .npz with counts [steps, layers, sources, experts] or "
             "load [steps, layers, experts], or OLMoE's JSON"
         ) from error
     return counts
@@ -130,7 +122,7 @@ def _read(path: Path, num_experts: int | None, stages: int | None) -> np.ndarray
             load = load[..., :num_experts]
         return load[:, :, None]
     if path.suffix == ".json":
-        domains = next(iter(parse_json(read_file(path))["counts"].values()))
+        domains, *_ = parse_json(read_file(path))["counts"].values()
         total = np.sum([list(layers.values()) for layers in domains.values()], axis=0)
         return total[None, :, None]
     if not path.exists():
@@ -149,3 +141,5 @@ def check_loads(counts: np.ndarray) -> None:
         raise ValueError(f"loads are {counts.dtype} of shape {counts.shape}")
     if not np.isfinite(counts).all() or counts.min() < 0 or not counts.sum(axis=(2, 3)).all():
         raise ValueError("loads must be 0 or more, and some in every step and layer")
+    if counts.max() > MOST_TOKENS:
+        raise ValueError(f"loads must be at most {MOST_TOKENS:,}, got {counts.max():,}")

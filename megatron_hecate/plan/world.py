@@ -6,7 +6,6 @@ Speeds default to an H100 node's; ``megatron-hecate measure FILE`` writes measur
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import math
 import reprlib
@@ -86,12 +85,13 @@ class Speeds:
         """
         try:
             values = json.loads(files.read_file(path))
-            links = [Link(**values[name]) for name in ("intra", "inter")]
-            numbers = [values[name] for name in ("flops", "routing", "contention")]
-            for number in itertools.chain(numbers, *map(dataclasses.astuple, links)):
+            intra, inter = (Link(**values[name]) for name in ("intra", "inter"))
+            numbers = {name: values[name] for name in ("flops", "routing", "contention")}
+            for number in (*numbers.values(), *vars(intra).values(), *vars(inter).values()):
+                # `float` takes both.
                 if isinstance(number, str | bool):
                     raise ValueError(f"{reprlib.repr(number)} is no number")
-            return cls(*links, *map(float, numbers))
+            return cls(intra, inter, **{name: float(one) for name, one in numbers.items()})
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path} does not hold measured speeds ({files.describe(error)}); "

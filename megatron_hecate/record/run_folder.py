@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import functools
-import os
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -262,8 +261,11 @@ def load_segment(path: Path, info: RunInfo) -> Arrays:
         arrays = parse_arrays(data)
         check_segment(arrays, info)
     except ValueError as error:
-        reason = f"{path} is broken ({describe(error)}); remove it to read the rest"
-        raise ValueError(reason) from error
+        header = NAMES["run"].format(int(path.stem.split("-")[1]))
+        raise ValueError(
+            f"{path} is broken ({describe(error)}), or its header {header} is; remove it to read "
+            "the rest"
+        ) from error
     arrays["iteration"] = arrays["iteration"].astype(np.int64)
     return {name: arrays[name] for name in SEGMENT if name in arrays}
 
@@ -302,7 +304,7 @@ def _files(folder: Path, kind: str) -> list[tuple[tuple[int, ...], Path]]:
         ValueError: for a folder that cannot be read, or a name that no writer uses.
     """
     try:
-        names = os.listdir(folder)
+        names = [path.name for path in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:

@@ -65,12 +65,13 @@ _TEXT = _Rule(
     "printable text of at most 200 characters",
     lambda value: isinstance(value, str) and value.isprintable() and len(value) <= 200,
 )
+_NAME = _Rule(f"{_TEXT.text}, not empty", lambda value: _TEXT.allows(value) and value != "")
 _FLAG = _Rule("true or false", lambda value: isinstance(value, bool))
 _TEXTS = _Rule(
     "texts by name",
     lambda value: isinstance(value, dict) and all(map(_TEXT.allows, [*value, *value.values()])),
 )
-_LINK = {"bandwidth": _number(1, 1e24), "latency": _number(0, 1e6)}
+_LINK = {"bandwidth": _number(1), "latency": _number(0, 1e6)}
 _JOB = dict.fromkeys(("ranks", "pp", "vpp", "tp", "optimizer_shards", "hidden", "seq"), _integer(1))
 _JOB |= dict.fromkeys(
     ("ffn", "dense_ffn", "num_layers", "heads", "groups", "head_width"), _integer(0)
@@ -82,7 +83,7 @@ _MEMORY = ("weights", "grads", "optimizer", "replica_weights", "replica_grads", 
 HEADER: dict[str, Any] = {
     "version": _one_of(VERSION),
     "mode": _one_of("observe", "fssdp"),
-    "layers": _list_of(_TEXT, 1),
+    "layers": _list_of(_NAME, 1),
     "num_experts": _integer(1, 1 << 20),
     "ranks": _integer(1, 1 << 20),
     "node": _list_of(_integer(0), 1),
@@ -91,15 +92,13 @@ HEADER: dict[str, Any] = {
     "shape": {
         **dict.fromkeys(("expert_bytes", "token_bytes", "token_flops"), _number(1)),
         "grad_bytes": _number(0),
-        "[microbatches]": _integer(1),
-        "[hidden_seconds]": _number(0, 1e6),
-        "[fetches]": _integer(1),
-        "[returns]": _integer(1),
+        "hidden_seconds": _number(0, 1e6),
+        **dict.fromkeys(("microbatches", "fetches", "returns"), _integer(1)),
     },
     "speeds": {
         "intra": _LINK,
         "inter": _LINK,
-        "flops": _number(1, 1e24),
+        "flops": _number(1),
         "routing": _number(0, 1e6),
         "contention": _number(0, 1),
     },
@@ -251,6 +250,7 @@ def check_segment(arrays: Arrays, info: RunInfo) -> None:
     sizes = {"T": arrays["iteration"].size, "L": len(info.layers), "E": info.num_experts}
     sizes |= {"N": info.ranks, "S": info.slots}
     limits = {"replica": info.num_experts - 1, "home": info.ranks - 1}
+    limits["late"] = info.ranks * info.slots
     for name, rule in SEGMENT.items():
         if name in arrays:
             most = limits.get(name, rule.most)
@@ -271,7 +271,7 @@ def _check_array(name: str, array: np.ndarray, rule: _Array, shape: tuple[int, .
     kinds, text = ("iu", "integers") if rule.kind == "i" else ("f", "floating-point numbers")
     if array.dtype.kind not in kinds or array.shape != shape:
         raise ValueError(
-            f"array {name} is {array.dtype} of shape {array.shape}, expected {text} of shape {shape}"
+            f"array {name} is {array.dtype} of shape {array.shape}, expected {text} of {shape}"
         )
     allowed = (array >= rule.least) & (array <= rule.most)
     if rule.has_nan:

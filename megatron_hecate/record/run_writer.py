@@ -109,7 +109,8 @@ class RunWriter:
         self._writes = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
-        self._complained = False
+        # Kinds of errors that were printed.
+        self._complaints: set[type[Exception]] = set()
         self._info = info
         self._refuse_another_run()
         # By number, ascending.
@@ -174,7 +175,7 @@ class RunWriter:
         header = {"version": VERSION, **dataclasses.asdict(self._info), "writer": self._writer}
         self._folder.mkdir(parents=True, exist_ok=True)
         # A process that was killed may have left some.
-        for path in self._folder.glob(f".loads-{self._stage:03d}-*.tmp"):
+        for path in self._folder.glob(f".*-{self._stage:03d}[-.]*.tmp"):
             path.unlink(missing_ok=True)
         files.replace(self._header, json.dumps(header, indent=1).encode())
         self._lock_file = self._header.open("r+b")
@@ -198,7 +199,7 @@ class RunWriter:
                 self._wake.set()
 
     def flush(self) -> None:
-        """Write all added iterations; print the first error only."""
+        """Write all added iterations; print the first error of a kind only."""
         with self._writes:
             try:
                 while self._write_first_segment():
@@ -208,16 +209,13 @@ class RunWriter:
                 self._complain(error)
 
     def _complain(self, error: Exception) -> None:
-        """Print the first error of a write, with what is lost."""
-        if self._complained:
+        """Print the first error of a kind, and what is lost."""
+        if type(error) in self._complaints:
             return
-        self._complained = True
-        lost = "until it can be written again, further iterations are missing in the record"
-        with self._lock:
-            if self._rows:
-                lost += f", from {self._rows[0][0]} on"
+        self._complaints.add(type(error))
+        lost = "iterations that cannot be written are missing in the record"
         if isinstance(error, OSError) and error.errno in FULL:
-            lost += ", for want of room on the disk"
+            lost = "iterations are missing in the record until there is room on the disk again"
         _say(f"{self._folder} cannot be written ({describe(error)}); training continues, {lost}")
 
     def stop(self) -> None:
@@ -230,8 +228,6 @@ class RunWriter:
         self.stop()
         self._thread.join()
         atexit.unregister(self.close)
-        if self._lock_file is not None:
-            self._lock_file.close()
 
     def _run(self) -> None:
         while not self._closed:
@@ -239,6 +235,8 @@ class RunWriter:
             self._wake.clear()
             self.flush()
         self.flush()
+        if self._lock_file is not None:
+            self._lock_file.close()
 
     def _first_segment(self) -> tuple[int, bool]:
         """Return the number of rows of the first segment, and whether the segment is finished.
@@ -268,10 +266,12 @@ class RunWriter:
             if finished:
                 del self._rows[:length]
                 self._next += 1
-            self._written = 0 if finished else length
+            self._written = 0
         arrays = {name: np.stack([row[name] for _, row in rows]) for name in rows[0][1]}
         arrays["iteration"] = np.array([iteration for iteration, _ in rows], dtype=np.int64)
         self._write(number, arrays, every=1 if finished else 0)
+        if not finished:
+            self._written = length
         return finished
 
     def _write(self, number: int, arrays: Arrays, *, every: int) -> None:
@@ -285,7 +285,9 @@ class RunWriter:
         Raises:
             RuntimeError: when another job has taken over the folder.
         """
+        # There was no room for it at the start.
         if self._lock_file is None:
+            self._refuse_another_run()
             self._write_header()
         if (owner := self._owner()) != self._writer:
             raise RuntimeError(f"another job writes there: {owner}")
