@@ -272,7 +272,8 @@ def load_segment(path: Path, info: RunInfo) -> Arrays:
 
 def segments_of(folder: Path, stage: int) -> dict[int, Path]:
     """Return the segment files of a stage by number, ascending."""
-    return {number: path for (of, number), path in _files(folder, "loads") if of == stage}
+    files = _files(folder, "loads")
+    return {numbers[1]: path for numbers, path in files if numbers[0] == stage}
 
 
 def read_infos(folder: Path) -> dict[Path, RunInfo]:
@@ -290,8 +291,8 @@ def read_infos(folder: Path) -> dict[Path, RunInfo]:
     infos: dict[Path, RunInfo] = {}
     for path in headers.values():
         info = _read_info(path)
-        for other, of_other in infos.items():
-            if info.group != of_other.group or {*info.layers} & {*of_other.layers}:
+        for other, before in infos.items():
+            if info.group != before.group or {*info.layers} & {*before.layers}:
                 raise ValueError(f"{path} does not describe a further stage of the run of {other}")
         infos[path] = info
     return infos
