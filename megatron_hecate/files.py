@@ -1,16 +1,33 @@
-"""Files that are replaced as a whole, so that no reader sees a part and no error leaves one."""
+"""Files that are replaced as a whole, so that no reader sees a part and no error leaves one.
+
+Files that others may have damaged are read within bounds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+import math
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Mode of a file before the umask.
 OPEN_TO_UMASK: int = 0o666
 PRIVATE: int = 0o600
+# Bytes of a file that is read, and of the arrays of an archive, at most.
+MOST_BYTES: int = 1 << 30
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def replace(
@@ -74,3 +91,62 @@ def _new_file(path: Path, mode: int) -> Iterator[tuple[int, Path]]:
     finally:
         with contextlib.suppress(OSError):
             new.unlink()
+
+
+def read_file(path: Path | str) -> bytes:
+    """Read a regular file.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file of another kind, with too many bytes, or that cannot be read.
+    """
+    path = Path(path)
+    try:
+        # Before the file is opened: opening a FIFO waits for a writer.
+        status = path.stat()
+        if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
+            raise ValueError(f"{path} is {kind}, not a regular file")
+        if status.st_size > MOST_BYTES:
+            raise ValueError(f"{path} has {status.st_size:,} bytes, more than {MOST_BYTES:,}")
+        with path.open("rb") as file:
+            return file.read(MOST_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({describe(error)})") from error
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON whose numbers are finite; raises a ValueError for anything else."""
+    try:
+        return json.loads(data, parse_float=_finite, parse_constant=_finite)
+    # Brackets may be nested without end.
+    except RecursionError as error:
+        raise ValueError("JSON is nested too deeply") from error
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not finite")
+    return number
+
+
+def describe(error: BaseException) -> str:
+    """Format an error as one short line."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def earlier_folder(path: Path) -> Path:
+    """Create the folder to which ``path`` can be moved when a new run needs its name.
+
+    Returns:
+        The first of ``earlier-1``, ``earlier-2``, ... beside ``path`` without a file of its name.
+    """
+    for number in itertools.count(1):
+        folder = path.parent / f"earlier-{number}"
+        if not (folder / path.name).exists():
+            break
+    folder.mkdir(exist_ok=True)
+    return folder

@@ -31,7 +31,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import os
 import sys
 import threading
 import time
@@ -118,7 +117,7 @@ class SpanRecorder:
             *self._events(rank, shift),
         ]
         content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"job": job}}
-        files.replace(path, json.dumps(content) + os.linesep)
+        files.replace(path, f"{json.dumps(content)}\n")
 
     def _events(self, rank: int, shift: float) -> Iterator[dict]:
         """Yield the events of all spans, and the name of each track before its first span.
@@ -234,21 +233,40 @@ class Iterations:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"trace-{self._rank}.json"
+            if path.exists():
+                earlier = files.earlier_folder(path)
+                path.rename(earlier / path.name)
+                # Earlier traces of all ranks are moved.
+                if self._rank == 0:
+                    print(
+                        f"FSSDP: the earlier traces in {self._folder} are in {earlier} now",
+                        file=sys.stderr,
+                        flush=True,
+                    )
             recorder.save(path, rank=self._rank, shift=self._shift, job=self._job)
         except OSError as error:
             print(
-                f"FSSDP: rank {self._rank} cannot write its trace: {error}",
+                f"FSSDP: rank {self._rank} cannot write its trace: {describe(error)}; the spans of "
+                f"iterations {self.first} to {self.last} are missing in {self._folder}",
                 file=sys.stderr,
                 flush=True,
             )
 
 
-def _read(path: Path) -> dict:
+def _read(path: Path) -> tuple[list[dict], str]:
+    """Return the events of a trace, and the start of its job; empty if unknown."""
+    data = files.read_file(path)
     try:
-        trace = json.loads(path.read_text())
-        return {**trace, "traceEvents": list(trace["traceEvents"])}
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no trace that FSSDP wrote ({error!r}); remove it") from error
+        trace = files.parse_json(data)
+        events, job = trace["traceEvents"], trace.get("otherData", {}).get("job", "")
+        if not (isinstance(events, list) and all(isinstance(event, dict) for event in events)):
+            raise TypeError("traceEvents must be a list of objects")
+        if not isinstance(job, str):
+            raise TypeError("otherData.job must be text")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"{path} is no trace that FSSDP wrote ({files.describe(error)}); remove it"
+        raise ValueError(reason) from error
+    return events, job
 
 
 def merge(folder: str | Path) -> Path | None:
@@ -265,13 +283,12 @@ def merge(folder: str | Path) -> Path | None:
     traces = {path: _read(path) for path in sorted(Path(folder).glob("trace-*.json"))}
     if not traces:
         return None
-    job_of = {path: trace.get("otherData", {}).get("job", "") for path, trace in traces.items()}
-    latest = max(job_of.values())
+    latest = max(job for _, job in traces.values())
     events: list[dict] = []
     older = []
-    for path, trace in traces.items():
-        if job_of[path] == latest:
-            events += trace["traceEvents"]
+    for path, (of_rank, job) in traces.items():
+        if job == latest:
+            events += of_rank
         else:
             older.append(path.name)
     if older:
@@ -282,7 +299,7 @@ def merge(folder: str | Path) -> Path | None:
         print(text, file=sys.stderr, flush=True)
     merged = Path(folder) / "trace.json"
     content = {"traceEvents": events, "displayTimeUnit": "ms"}
-    files.replace(merged, json.dumps(content) + os.linesep)
+    files.replace(merged, f"{json.dumps(content)}\n")
     return merged
 
 

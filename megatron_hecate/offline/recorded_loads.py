@@ -6,13 +6,14 @@ Letters in shapes: T steps, L layers, N sources, E experts.
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 
+from megatron_hecate.files import parse_json, read_file
 from megatron_hecate.offline.megatron_files import read_any
 from megatron_hecate.offline.recorded_run import RecordedRun
+from megatron_hecate.record.run_schema import MOST_TOKENS, parse_arrays
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -102,13 +103,11 @@ def read_loads(
     try:
         counts = _read(path, num_experts, stages)
         check_loads(counts)
-    # zip, zlib, numpy and the tokenizer that numpy uses raise exceptions of their own.
-    except Exception as error:
-        # numpy takes any other file for a pickle, and its message offers a flag we do not have.
-        why = "it is no such file" if "allow_pickle" in str(error) else error
+    # JSON may hold anything.
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} holds no loads ({why}); give a folder of --moe-fssdp-record, or of files that "
-            "Megatron wrote, an .npz with counts [steps, layers, sources, experts] or "
+            f"{path} holds no loads ({error}); give a folder of --moe-fssdp-record, or of files "
+            "that Megatron wrote, an .npz with counts [steps, layers, sources, experts] or "
             "load [steps, layers, experts], or OLMoE's JSON"
         ) from error
     return counts
@@ -123,15 +122,17 @@ def _read(path: Path, num_experts: int | None, stages: int | None) -> np.ndarray
             load = load[..., :num_experts]
         return load[:, :, None]
     if path.suffix == ".json":
-        domains = next(iter(json.loads(path.read_text())["counts"].values()))
+        domains, *_ = parse_json(read_file(path))["counts"].values()
         total = np.sum([list(layers.values()) for layers in domains.values()], axis=0)
         return total[None, :, None]
     if not path.exists():
         raise ValueError("it does not exist")
-    with np.load(path, allow_pickle=False) as archive:
-        if "counts" in archive.files:
-            return archive["counts"]
-        return archive["load"][:, :, None]
+    arrays = parse_arrays(read_file(path))
+    if "counts" in arrays:
+        return arrays["counts"]
+    if "load" not in arrays:
+        raise ValueError("'load is not a file in the archive'")
+    return arrays["load"][:, :, None]
 
 
 def check_loads(counts: np.ndarray) -> None:
@@ -140,3 +141,5 @@ def check_loads(counts: np.ndarray) -> None:
         raise ValueError(f"loads are {counts.dtype} of shape {counts.shape}")
     if not np.isfinite(counts).all() or counts.min() < 0 or not counts.sum(axis=(2, 3)).all():
         raise ValueError("loads must be 0 or more, and some in every step and layer")
+    if counts.max() > MOST_TOKENS:
+        raise ValueError(f"loads must be at most {MOST_TOKENS:,}, got {counts.max():,}")

@@ -86,7 +86,8 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(lines))
     if obstacle:
         print(obstacle, file=sys.stderr)
-    return int(bool(obstacle))
+    # As the parser, and as `what_if`.
+    return 2 if obstacle else 0
 
 
 def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:

@@ -107,7 +107,8 @@ def main(argv: Sequence[str]) -> int:
         if flags.save:
             _save(flags, found, [*found.outcomes, *rivals])
     except (ValueError, OSError, CompileError) as error:
-        parser.error(str(error))
+        # One line, without the usage of a parser's error.
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
     steps, layers = found.job.counts[found.job.first :].shape[:2]
     print(
         f"{found.settings.header}; {steps} steps and {layers} layers of {flags.trace}\n\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import reprlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -83,17 +84,17 @@ class Speeds:
             ValueError: if the file is missing or malformed; the message names file and cause.
         """
         try:
-            values = json.loads(Path(path).read_text())
-            return cls(
-                intra=Link(**values["intra"]),
-                inter=Link(**values["inter"]),
-                flops=float(values["flops"]),
-                routing=float(values["routing"]),
-                contention=float(values["contention"]),
-            )
+            values = json.loads(files.read_file(path))
+            intra, inter = (Link(**values[name]) for name in ("intra", "inter"))
+            numbers = {name: values[name] for name in ("flops", "routing", "contention")}
+            for number in (*numbers.values(), *vars(intra).values(), *vars(inter).values()):
+                # `float` takes both.
+                if isinstance(number, str | bool):
+                    raise ValueError(f"{reprlib.repr(number)} is no number")
+            return cls(intra, inter, **{name: float(one) for name, one in numbers.items()})
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
-                f"{path} does not hold measured speeds ({type(error).__name__}: {error}); "
+                f"{path} does not hold measured speeds ({files.describe(error)}); "
                 "write it with torchrun ... -m megatron_hecate measure FILE"
             ) from error
 

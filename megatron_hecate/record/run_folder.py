@@ -5,17 +5,15 @@
 | ``run-{stage:03d}.json`` | `RunInfo` of the stage, and the identity of the writing process |
 | ``loads-{stage:03d}-{k:05d}.npz`` | some iterations, in order: the arrays of `RunRecord` |
 
-`run_writer.RunWriter` writes the folder. This module needs numpy alone, so that a run can be read
-without torch and Megatron.
+`run_writer.RunWriter` writes the folder, `run_schema` checks what is read. This module needs numpy
+alone, so that a run can be read without torch and Megatron.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
+import fnmatch
 import functools
-import io
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -24,12 +22,19 @@ from typing import Any
 
 import numpy as np
 
-VERSION: int = 1
+from megatron_hecate.files import describe, parse_json, read_file
+from megatron_hecate.record.run_schema import (
+    SEGMENT,
+    Arrays,
+    check_header,
+    check_segment,
+    parse_arrays,
+)
+
 # Attempts to read a folder whose files change.
 RETRIES: int = 100
-ARRAYS = ("load", "peak", "home", "replica", "late", "rank_load", "crossing", "window", "copy")
-ARRAYS += ("timed_ns", "timed_tokens", "computed_peak")
-Arrays = dict[str, np.ndarray]
+# Names of the files of a kind, with the stage and the number of a segment.
+NAMES = {"run": "run-{:03d}.json", "loads": "loads-{:03d}-{:05d}.npz"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -78,7 +83,12 @@ class RunInfo:
     @property
     def form(self) -> tuple:
         """Properties that all segments of a stage share."""
-        return self.mode, self.layers, self.num_experts, self.ranks, self.slots
+        return self.layers, self.num_experts, *self.group
+
+    @property
+    def group(self) -> tuple:
+        """Properties that all stages of a run share."""
+        return self.mode, self.ranks, self.slots, self.top_k
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -148,7 +158,10 @@ def read(folder: str | Path) -> RunRecord:
     if not headers:
         flag = f"--moe-fssdp-record {shlex.quote(str(folder))}"
         raise ValueError(f"{folder} holds no record of a run; write one with {flag}")
-    stages = [_read_stage(folder, int(path.stem.removeprefix("run-"))) for path in headers]
+    stages = [
+        _read_stage(folder, int(path.stem.removeprefix("run-")), info)
+        for path, info in headers.items()
+    ]
     common = functools.reduce(np.intersect1d, [stage["iteration"] for stage in stages])
     if not len(common):
         raise ValueError(
@@ -176,9 +189,10 @@ def _join_stages(
     experts = max(info.num_experts for info in infos)
     for stage in stages:
         missing = experts - stage["load"].shape[2]
-        stage["load"] = np.pad(stage["load"], ((0, 0), (0, 0), (0, missing)))
+        for name in stage.keys() & {"load", "home"}:
+            stage[name] = np.pad(stage[name], ((0, 0), (0, 0), (0, missing)))
     joined: Arrays = {}
-    for name in ARRAYS:
+    for name in SEGMENT.keys() - {"iteration", "every", "time"}:
         if all(name in stage for stage in stages):
             array = np.concatenate([stage[name] for stage in stages], axis=1)[:, order]
             # Files hold the smallest dtypes.
@@ -199,14 +213,19 @@ def _select(stage: Arrays, iterations: np.ndarray) -> Arrays:
     return {name: array[rows] for name, array in stage.items()}
 
 
-def _read_stage(folder: Path, stage: int) -> Arrays:
+def _read_stage(folder: Path, stage: int, info: RunInfo) -> Arrays:
+    reason = f"loads-{stage:03d}-*.npz"
     for _ in range(RETRIES):
         # A writer that merges segments removes files between the listing and the read.
-        with contextlib.suppress(FileNotFoundError):
-            if found := [load_segment(path) for path in segments_of(folder, stage).values()]:
-                return in_order(found)
-            break
-    raise ValueError(f"{folder} holds no iteration of stage {stage} yet (loads-{stage:03d}-*.npz)")
+        try:
+            segments = [load_segment(path, info) for path in segments_of(folder, stage).values()]
+        except FileNotFoundError as error:
+            reason = describe(error)
+            continue
+        if segments:
+            return in_order(segments)
+        break
+    raise ValueError(f"{folder} holds no iteration of stage {stage} yet ({reason})")
 
 
 def in_order(segments: Sequence[Arrays]) -> Arrays:
@@ -226,55 +245,90 @@ def in_order(segments: Sequence[Arrays]) -> Arrays:
     return {name: np.concatenate([segment[name] for segment in kept]) for name in names}
 
 
-def load_segment(path: Path) -> Arrays:
-    """Read the arrays of a segment, iterations first.
+def load_segment(path: Path, info: RunInfo) -> Arrays:
+    """Read and check the arrays of a segment, iterations first.
+
+    Args:
+        path: file of the segment.
+        info: header of its stage.
 
     Raises:
-        ValueError: when the file is broken.
+        FileNotFoundError: if there is no such file.
+        ValueError: when the file is broken, or does not fit its header.
     """
-    # Read outside of `try`: a broken archive raises an OSError as a broken disk does.
-    content = io.BytesIO(path.read_bytes())
+    data = read_file(path)
     try:
-        with np.load(content) as archive:
-            return {**archive, "iteration": archive["iteration"].astype(np.int64)}
-    # zipfile, zlib, numpy and numpy's header parser raise exceptions of their own.
-    except Exception as error:
+        arrays = parse_arrays(data)
+        check_segment(arrays, info)
+    except ValueError as error:
+        header = NAMES["run"].format(int(path.stem.split("-")[1]))
         raise ValueError(
-            f"{path} is broken ({type(error).__name__}: {error}); remove it to read the rest"
+            f"{path} is broken ({describe(error)}), or its header {header} is; remove it to read "
+            "the rest"
         ) from error
+    arrays["iteration"] = arrays["iteration"].astype(np.int64)
+    return {name: arrays[name] for name in SEGMENT if name in arrays}
 
 
 def segments_of(folder: Path, stage: int) -> dict[int, Path]:
     """Return the segment files of a stage by number, ascending."""
-    found = {
-        int(path.stem.rpartition("-")[2]): path for path in folder.glob(f"loads-{stage:03d}-*.npz")
-    }
-    return dict(sorted(found.items()))
+    files = _files(folder, "loads")
+    return {numbers[1]: path for numbers, path in files if numbers[0] == stage}
 
 
 def read_infos(folder: Path) -> dict[Path, RunInfo]:
     """Read the headers of all stages, by path, ascending; empty if ``folder`` holds no run.
 
     Raises:
-        ValueError: when a header is broken.
+        ValueError: when a header is broken, contradicts another one, or misses.
     """
-    return {path: _read_info(path) for path in sorted(folder.glob("run-*.json"))}
+    # Segments first: a writer begins with the header.
+    segments = _files(folder, "loads")
+    headers = {stage: path for (stage,), path in _files(folder, "run")}
+    for (stage, _), path in segments:
+        if stage not in headers:
+            raise ValueError(f"{path} has no header {NAMES['run'].format(stage)}; remove it")
+    infos: dict[Path, RunInfo] = {}
+    for path in headers.values():
+        info = _read_info(path)
+        for other, before in infos.items():
+            if info.group != before.group or {*info.layers} & {*before.layers}:
+                raise ValueError(f"{path} does not describe a further stage of the run of {other}")
+        infos[path] = info
+    return infos
+
+
+def _files(folder: Path, kind: str) -> list[tuple[tuple[int, ...], Path]]:
+    """List the files of a kind in `NAMES` with the numbers in their names, ascending.
+
+    Raises:
+        ValueError: for a folder that cannot be read, or a name that no writer uses.
+    """
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read ({describe(error)})") from error
+    files: list[tuple[tuple[int, ...], Path]] = []
+    for name in fnmatch.filter(names, re.sub("{.*}", "*", NAMES[kind])):
+        numbers = tuple(map(int, re.findall("[0-9]{3,9}", name)))
+        if len(numbers) != NAMES[kind].count("{") or NAMES[kind].format(*numbers) != name:
+            raise ValueError(f"{folder / name} is not named as a file of a record; remove it")
+        files.append((numbers, folder / name))
+    return sorted(files)
 
 
 def _read_info(path: Path) -> RunInfo:
+    data = read_file(path)
     try:
-        values = json.loads(path.read_text())
-        if values["version"] != VERSION:
-            raise ValueError(f"version {values['version']}, this package reads {VERSION}")
-        fields = {f.name: values[f.name] for f in dataclasses.fields(RunInfo) if f.name in values}
-        # JSON has lists only.
-        fields["layers"] = tuple(fields["layers"])
-        fields["node"] = tuple(fields["node"])
-        return RunInfo(**fields)
-    except (OSError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{path} does not describe a run ({type(error).__name__}: {error})"
-        ) from error
+        values = parse_json(data)
+        check_header(values)
+    except ValueError as error:
+        raise ValueError(f"{path} does not describe a run ({describe(error)})") from error
+    fields = {f.name: values[f.name] for f in dataclasses.fields(RunInfo) if f.name in values}
+    # JSON has lists only.
+    return RunInfo(**{**fields, "layers": tuple(fields["layers"]), "node": tuple(fields["node"])})
 
 
 def place_in_model(layer: str) -> tuple[bool, int]:

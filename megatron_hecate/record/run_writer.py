@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import errno
+import fcntl
 import io
 import json
 import os
@@ -17,22 +19,25 @@ import socket
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
+from megatron_hecate import files
+from megatron_hecate.files import describe, earlier_folder, parse_json, read_file
 from megatron_hecate.job.background import BackgroundThread
 from megatron_hecate.record.run_folder import (
-    VERSION,
-    Arrays,
+    NAMES,
     RunInfo,
     in_order,
     load_segment,
     read_infos,
     segments_of,
 )
+from megatron_hecate.record.run_schema import SEGMENT, VERSION, Arrays
 
 # Bytes of all segments of a stage, at most.
 BOUND: int = 256 << 20
@@ -41,6 +46,8 @@ SEGMENT_BYTES: int = 4 << 20
 SEGMENT_ITERATIONS: int = 256
 # Seconds between two writes of a growing segment.
 SECONDS: float = 5.0
+# Errors of a write for which there may be room later.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _Segment(NamedTuple):
@@ -49,25 +56,30 @@ class _Segment(NamedTuple):
     Args:
         size: bytes of its file.
         every: 1 if all iterations were kept, n if every n-th.
+        iterations: its iterations, ascending.
     """
 
     size: int
     every: int
+    iterations: np.ndarray
 
 
 class RunWriter:
     """Writer of one stage of a run. A full disk costs iterations of the record, never the training.
 
+    A run that restarts from a checkpoint is continued in its folder. The record of a run whose
+    iterations would all be replaced moves to a subfolder, see `earlier_folder`.
+
     Args:
-        folder: folder of the run, created if missing; a run that restarts there is continued.
+        folder: folder of the run, created if missing.
         info: header of the stage.
         stage: number of the stage.
         bound: bytes of all segments, at most.
         seconds: seconds between two writes.
 
     Raises:
-        ValueError: when the folder holds another run.
-        OSError: when the folder cannot be written.
+        ValueError: when the folder holds a run of another form or of a running job, or is broken.
+        OSError: when the folder cannot be written for other reasons than a full disk.
     """
 
     def __init__(
@@ -83,8 +95,11 @@ class RunWriter:
         self._stage = stage
         self._bound = bound
         self._seconds = seconds
-        self._header = self._folder / f"run-{stage:03d}.json"
-        self._writer = f"{socket.gethostname()} {os.getpid()} {time.time()}"
+        self._header = self._folder / NAMES["run"].format(stage)
+        self._process = f"{socket.gethostname()} {os.getpid()}"
+        self._writer = f"{self._process} {time.time()}"
+        # Open header of this writer, locked; ``None`` before it could be written.
+        self._lock_file: IO[bytes] | None = None
         # Iterations that no finished segment contains.
         self._rows: list[tuple[int, Arrays]] = []
         # Number of rows in the file of the growing segment.
@@ -94,37 +109,78 @@ class RunWriter:
         self._writes = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
-        self._complained = False
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._refuse_another_run(info)
+        # Kinds of errors that were printed.
+        self._complaints: set[type[Exception]] = set()
+        self._info = info
+        self._refuse_another_run()
         # By number, ascending.
         self._finished: dict[int, _Segment] = {}
         for number, path in segments_of(self._folder, stage).items():
-            every = int(load_segment(path)["every"].max(initial=1))
-            self._finished[number] = _Segment(path.stat().st_size, every)
+            arrays = load_segment(path, info)
+            every = int(arrays.get("every", np.ones(1)).max(initial=1))
+            self._finished[number] = _Segment(path.stat().st_size, every, arrays["iteration"])
         self._next = max(self._finished, default=-1) + 1
-        header = {"version": VERSION, **dataclasses.asdict(info), "writer": self._writer}
-        _replace(self._header, json.dumps(header, indent=1).encode())
+        # Header of the run that the folder holds.
+        self._earlier = read_file(self._header) if self._finished else b""
+        # Number of the segment whose overlap with earlier ones was handled.
+        self._placed = -1
+        try:
+            self._write_header()
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            self._complain(error)
         atexit.register(self.close)
         # The exit of the interpreter ends it by `close`, before it ends other threads.
         self._thread = BackgroundThread("record", self._run)
         self._thread.start()
 
-    def _refuse_another_run(self, info: RunInfo) -> None:
-        """Raise a ValueError if the folder holds a run that cannot be continued with ``info``."""
+    def _refuse_another_run(self) -> None:
+        """Raise a ValueError if the folder holds a run that cannot be continued."""
+        info = self._info
         for path, held in read_infos(self._folder).items():
             if path == self._header:
                 same_run = held.form == info.form
+                if owner := self._running_owner():
+                    raise ValueError(
+                        f"another job records into {self._folder} now (host and process {owner}); "
+                        "end it, or name another folder"
+                    )
             else:
                 # Other stages have other layers of the same run.
-                same_run = held.mode == info.mode and not {*held.layers} & {*info.layers}
+                same_run = held.group == info.group and not {*held.layers} & {*info.layers}
             if not same_run:
                 raise ValueError(
                     f"{self._folder} holds another run, started "
                     f"{held.started or 'at an unknown time'} (mode {held.mode}, "
                     f"{len(held.layers)} layers, {held.num_experts} experts, {held.ranks} ranks, "
-                    f"{held.slots} slots); name another folder, or remove that one"
+                    f"{held.slots} slots, top {held.top_k}); name another folder, or move that one"
                 )
+
+    def _running_owner(self) -> str:
+        """Return host and process of a running job that writes there; empty without one."""
+        owner = self._owner()
+        # A restart in the process goes on, whether or not the abandoned attempt has closed.
+        if owner.startswith(f"{self._process} "):
+            return ""
+        with self._header.open("r+b") as file:
+            return "" if _locks(file) else owner.rpartition(" ")[0]
+
+    def _owner(self) -> str:
+        """Return the writer that the header names."""
+        return parse_json(read_file(self._header)).get("writer", "unknown ")
+
+    def _write_header(self) -> None:
+        """Write and lock the header. The lock ends with the process, however it ends."""
+        header = {"version": VERSION, **dataclasses.asdict(self._info), "writer": self._writer}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # A process that was killed may have left some.
+        for path in self._folder.glob(f".*-{self._stage:03d}[-.]*.tmp"):
+            path.unlink(missing_ok=True)
+        files.replace(self._header, json.dumps(header, indent=1).encode())
+        self._lock_file = self._header.open("r+b")
+        _locks(self._lock_file)
+        _locked.add(self._lock_file)
 
     def append(self, iteration: int, **arrays: np.ndarray | float) -> None:
         """Add one iteration. Takes microseconds.
@@ -135,6 +191,7 @@ class RunWriter:
                 ``time`` defaults to now.
         """
         row = {name: np.asarray(value) for name, value in {"time": time.time(), **arrays}.items()}
+        row["time"] = row["time"].astype(np.float64)
         with self._lock:
             self._rows.append((iteration, row))
             _, finished = self._first_segment()
@@ -142,22 +199,24 @@ class RunWriter:
                 self._wake.set()
 
     def flush(self) -> None:
-        """Write all added iterations; print the first error only."""
+        """Write all added iterations; print the first error of a kind only."""
         with self._writes:
             try:
                 while self._write_first_segment():
                     self._thin()
             # Recording must never stop training.
             except Exception as error:
-                if not self._complained:
-                    self._complained = True
-                    cause = f"{type(error).__name__}: {error}"
-                    print(
-                        f"FSSDP: {self._folder} cannot be written ({cause}); training continues, "
-                        "iterations without room on the disk are missing in the record",
-                        file=sys.stderr,
-                        flush=True,
-                    )
+                self._complain(error)
+
+    def _complain(self, error: Exception) -> None:
+        """Print the first error of a kind, and what is lost."""
+        if type(error) in self._complaints:
+            return
+        self._complaints.add(type(error))
+        lost = "iterations that cannot be written are missing in the record"
+        if isinstance(error, OSError) and error.errno in FULL:
+            lost = "iterations are missing in the record until there is room on the disk again"
+        _say(f"{self._folder} cannot be written ({describe(error)}); training continues, {lost}")
 
     def stop(self) -> None:
         """Signal the thread to write all and exit, without waiting."""
@@ -176,6 +235,8 @@ class RunWriter:
             self._wake.clear()
             self.flush()
         self.flush()
+        if self._lock_file is not None:
+            self._lock_file.close()
 
     def _first_segment(self) -> tuple[int, bool]:
         """Return the number of rows of the first segment, and whether the segment is finished.
@@ -205,10 +266,12 @@ class RunWriter:
             if finished:
                 del self._rows[:length]
                 self._next += 1
-            self._written = 0 if finished else length
+            self._written = 0
         arrays = {name: np.stack([row[name] for _, row in rows]) for name in rows[0][1]}
         arrays["iteration"] = np.array([iteration for iteration, _ in rows], dtype=np.int64)
         self._write(number, arrays, every=1 if finished else 0)
+        if not finished:
+            self._written = length
         return finished
 
     def _write(self, number: int, arrays: Arrays, *, every: int) -> None:
@@ -222,17 +285,57 @@ class RunWriter:
         Raises:
             RuntimeError: when another job has taken over the folder.
         """
-        owner = json.loads(self._header.read_text()).get("writer")
-        if owner != self._writer:
+        # There was no room for it at the start.
+        if self._lock_file is None:
+            self._refuse_another_run()
+            self._write_header()
+        if (owner := self._owner()) != self._writer:
             raise RuntimeError(f"another job writes there: {owner}")
+        if number not in (self._placed, *self._finished) and len(arrays["iteration"]):
+            self._make_place(arrays["iteration"])
+            self._placed = number
         data = io.BytesIO()
         # A growing segment is written again and again, so it is not compressed.
         save = np.savez_compressed if every else np.savez
-        arrays["every"] = np.full(len(arrays["iteration"]), max(every, 1))
-        save(data, **{name: _compact(array) for name, array in arrays.items()})
-        _replace(self._folder / f"loads-{self._stage:03d}-{number:05d}.npz", data.getbuffer())
+        compact = {name: _compact(array) for name, array in arrays.items()}
+        compact["every"] = np.full(len(arrays["iteration"]), max(every, 1))
+        # Listed, so that the absence of one is damage.
+        if optional := [name for name in arrays if not SEGMENT[name].modes]:
+            compact["arrays"] = np.array(" ".join(optional).encode())
+        save(data, **compact)
+        name = NAMES["loads"].format(self._stage, number)
+        files.replace(self._folder / name, data.getbuffer())
         if every:
-            self._finished[number] = _Segment(data.tell(), every)
+            self._finished[number] = _Segment(data.tell(), every, arrays["iteration"])
+
+    def _make_place(self, iterations: np.ndarray) -> None:
+        """Say which recorded iterations a new segment replaces; if it replaces all, keep them.
+
+        Args:
+            iterations: iterations of the segment.
+        """
+        recorded = [one.iterations for one in self._finished.values() if len(one.iterations)]
+        first = int(iterations[0])
+        if not recorded or recorded[-1][-1] < first:
+            return
+        last = recorded[-1][-1]
+        if min(one[0] for one in recorded) < first:
+            _say(
+                f"the record in {self._folder} goes on at iteration {first}: iterations "
+                f"{first} to {last} of before are replaced"
+            )
+            return
+        earlier = earlier_folder(self._header)
+        files.replace(earlier / self._header.name, self._earlier or read_file(self._header))
+        for number, path in segments_of(self._folder, self._stage).items():
+            if number in self._finished:
+                path.rename(earlier / path.name)
+        self._finished.clear()
+        self._earlier = b""
+        _say(
+            f"this run begins at iteration {first}: the record of iterations up to {last} that "
+            f"{self._folder} held is in {earlier} now"
+        )
 
     def _thin(self) -> None:
         """Merge segments until their sizes are within the bound.
@@ -249,9 +352,9 @@ class RunWriter:
                 return
             first, second = pair
             paths = segments_of(self._folder, self._stage)
-            arrays = in_order([load_segment(paths[number]) for number in pair])
+            arrays = in_order([load_segment(paths[number], self._info) for number in pair])
             kept = arrays["iteration"] % (2 * every) == 0
-            merged = {name: array[kept] for name, array in arrays.items()}
+            merged = {name: array[kept] for name, array in arrays.items() if name != "every"}
             self._write(second, merged, every=2 * every)
             del self._finished[first]
             paths[first].unlink()
@@ -266,15 +369,23 @@ def _compact(array: np.ndarray) -> np.ndarray:
     )
 
 
-def _replace(path: Path, data: bytes | memoryview) -> None:
-    """Replace the content of ``path`` by ``data`` atomically."""
-    temporary = path.with_suffix(".tmp")
+def _say(text: str) -> None:
+    print(f"FSSDP: {text}", file=sys.stderr, flush=True)
+
+
+def _locks(file: IO[bytes]) -> bool:
+    """Lock an open file; return False if another process has locked it."""
     try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    # A filesystem without locks: a writer still notices that another one has taken over.
+    except OSError:
+        pass
+    return True
+
+
+# Headers that this process has locked. Forked processes, such as those of data loaders, may outlive
+# it, and must not keep the locks.
+_locked: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [file.close() for file in _locked])

@@ -196,7 +196,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Recorded runs, Megatron's own files, speeds and scripts, under the names in the commands."""
     folder = tmp_path_factory.mktemp("files")
     size = recorded.Size(layers=2, experts=128, ranks=8)
-    for name in ("fssdp-run", "TRACE", "DIR", "STOCK", "FSSDP", "FILLED", "DIR/model-2"):
+    folders = ("fssdp-run", "TRACE", "DIR", "STOCK", "FSSDP", "FILLED")
+    for name in (*folders, "DIR/model-2", "DIR/earlier-1"):
         held = recorded.arrays(size, fssdp=name in ("DIR", "FSSDP"))
         recorded.write(folder / name, size, held=held)
     (folder / "megatron" / "DIR").mkdir(parents=True)

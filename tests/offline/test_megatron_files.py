@@ -218,6 +218,6 @@ def test_a_line_that_cannot_be_read_is_named(
     """Oracle: where it stands."""
     whole = b'{"step": 0, "layer": 0, "topk": 1, "top_indices": [[0], [1]]}'
     (tmp_path / "router_trace_rank0.jsonl").write_bytes(b"\n".join([whole, line, b""]))
-    assert report.main([str(tmp_path)]) == 1
+    assert report.main([str(tmp_path)]) == 2
     assert "no report: " in (said := capsys.readouterr().err)
     assert f"{tmp_path}/router_trace_rank0.jsonl, line 2, was not written by Megatron" in said

@@ -382,12 +382,12 @@ def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
 
 
 def test_no_record_and_no_place_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    assert report.main([str(tmp_path)]) == 1
+    assert report.main([str(tmp_path)]) == 2
     assert "no report: " in capsys.readouterr().err
     folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
-    assert report.main([str(folder), "--out", str(tmp_path / "missing" / "page.html")]) == 1
+    assert report.main([str(folder), "--out", str(tmp_path / "missing" / "page.html")]) == 2
     assert "missing" in capsys.readouterr().err
-    assert report.main([str(folder), "--stages", "2"]) == 1
+    assert report.main([str(folder), "--stages", "2"]) == 2
     assert "names its own pipeline stages; leave stages=2 out" in capsys.readouterr().err
     assert main(["--report", str(folder), "--out", str(tmp_path / "page.html")]) == 0, (
         "by the command line, too"
@@ -433,7 +433,7 @@ def test_a_trace_without_a_record_is_put_together(
 ) -> None:
     """``--moe-fssdp-trace`` needs no ``--moe-fssdp-record``."""
     (tmp_path / "trace-0.json").write_text('{"traceEvents": [{"pid": 0}]}')
-    assert report.main([str(tmp_path)]) == 1
+    assert report.main([str(tmp_path)]) == 2
     said = capsys.readouterr()
     assert "trace.json: open it" in said.out and "holds no record of a run" in said.err
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == [{"pid": 0}]
