@@ -246,7 +246,7 @@ class Iterations:
             recorder.save(path, rank=self._rank, shift=self._shift, job=self._job)
         except OSError as error:
             print(
-                f"FSSDP: rank {self._rank} cannot write its trace: {files.describe(error)}; the spans of "
+                f"FSSDP: rank {self._rank} cannot write its trace: {error}; the spans of "
                 f"iterations {self.first} to {self.last} are missing in {self._folder}",
                 file=sys.stderr,
                 flush=True,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import reprlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -90,7 +89,7 @@ class Speeds:
             for number in (*numbers.values(), *vars(intra).values(), *vars(inter).values()):
                 # `float` takes both.
                 if isinstance(number, str | bool):
-                    raise ValueError(f"{reprlib.repr(number)} is no number")
+                    raise ValueError(f"{number!r:.40} is no number")
             return cls(intra, inter, **{name: float(one) for name, one in numbers.items()})
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(

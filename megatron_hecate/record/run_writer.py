@@ -304,7 +304,8 @@ class RunWriter:
             compact["arrays"] = np.array(" ".join(optional).encode())
         save(data, **compact)
         name = NAMES["loads"].format(self._stage, number)
-        files.replace(self._folder / name, data.getbuffer())
+        # A copy: CPython 3.12.1 crashes when it collects a view of BytesIO with a traceback.
+        files.replace(self._folder / name, data.getvalue())
         if every:
             self._finished[number] = _Segment(data.tell(), every, arrays["iteration"])
 

@@ -568,6 +568,6 @@ def test_a_folder_that_cannot_be_written(
         replace(path, content)
 
     monkeypatch.setattr(files, "replace", refuse)
-    assert report.main([str(folder)]) == 1
+    assert report.main([str(folder)]) == 2
     assert "with --out FILE" in capsys.readouterr().err
     assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
