@@ -45,7 +45,7 @@ BLOCKS = {
     "docs/frameworks.md": "enable launchers",
     "docs/homes.md": "loop",
     "docs/how-a-layer-decides.md": "drawing loop drawing commands loop",
-    "docs/install.md": "commands commands commands commands commands",
+    "docs/install.md": "commands commands commands commands commands commands",
     "docs/memory.md": "drawing loop",
     "docs/observe.md": "commands loop loop files",
     "docs/operate.md": "prometheus collector launchers",
