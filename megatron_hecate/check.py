@@ -65,8 +65,11 @@ def main(argv: list[str]) -> int:
     The status is 0 if FSSDP can be switched on, 1 if not, and 2 if a file cannot be read or leaves
     it open.
     """
-    arguments = make_parser().parse_args(argv)
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
     path = arguments.settings
+    if path is not None and arguments.compile_for:
+        parser.error("--compile-for compiles and reads no --settings; give one of them")
     if path is None:
         return _check_here(arguments.compile_for)
     try:
@@ -154,7 +157,7 @@ def _lines(verdicts: list[Verdict]) -> Iterator[str]:
 def _capability(text: str) -> tuple[int, int]:
     """Parse a compute capability, such as 9.0."""
     major, dot, minor = text.partition(".")
-    if not (dot and major.isdecimal() and minor.isdecimal()):
+    if not (dot and major.isdecimal() and minor.isdecimal() and len(minor) == 1):
         raise argparse.ArgumentTypeError(f"{text!r} is no compute capability, such as 9.0")
     return int(major), int(minor)
 
@@ -255,7 +258,7 @@ def _check_planner() -> bool:
 
     with warnings.catch_warnings(record=True) as problems:
         warnings.simplefilter("always")
-        compile_planner(lambda: print("planner: compiling, some 20 seconds", flush=True))
+        compile_planner(lambda: print("planner: compiling, for less than a minute", flush=True))
         compile_programs()
     print(f"planner: numba {numba.__version__}, compiled")
     for line in [problem.message for problem in problems] or [f"kept in {PLANNER.folder}"]:

@@ -109,7 +109,8 @@ def read_file(path: Path | str) -> bytes:
         if status.st_size > MOST_BYTES:
             raise ValueError(f"{path} has {status.st_size:,} bytes, more than {MOST_BYTES:,}")
         with path.open("rb") as file:
-            return file.read(MOST_BYTES)
+            # Not at most `MOST_BYTES`, for which memory would be taken at once.
+            return file.read(status.st_size)
     except FileNotFoundError:
         raise
     except OSError as error:

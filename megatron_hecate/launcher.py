@@ -307,8 +307,11 @@ def _among(arguments: list[str]) -> dict[str, Any]:
         found, rest = parser.parse_known_args(arguments, _unset())
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    flags = [word.partition("=")[0] for word in rest if word.startswith(FLAG)]
-    check_names(flag.removeprefix("--").replace("-", "_") for flag in flags)
+    for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
+        spelt = flag.lower().replace("_", "-").replace("--no-", "--")
+        if spelt.startswith(FLAG):
+            check_names([flag.removeprefix("--").replace("-", "_")])
+            raise ValueError(f"{flag} does not exist; did you mean {spelt}?")
     return _given(found)
 
 

@@ -280,7 +280,12 @@ def merge(folder: str | Path) -> Path | None:
     Raises:
         ValueError: if a file is not a trace.
     """
-    traces = {path: _read(path) for path in sorted(Path(folder).glob("trace-*.json"))}
+    traces = {
+        path: _read(path)
+        for path in sorted(Path(folder).glob("trace-*.json"))
+        # Other files, such as a profiler's, may have similar names.
+        if path.stem.removeprefix("trace-").isdecimal()
+    }
     if not traces:
         return None
     latest = max(job for _, job in traces.values())

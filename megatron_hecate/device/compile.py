@@ -10,6 +10,7 @@ Results are kept in `code_cache.KERNELS`; a file's name is a hash of all inputs.
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import hashlib
 import os
@@ -103,6 +104,19 @@ def host_library() -> Path:
     return _cached("host", machine, ("host.cpp", *HEADERS), build)[1]
 
 
+def load_host_library() -> ctypes.CDLL:
+    """Load the library of `host_library`.
+
+    Raises:
+        CompileError, OSError: as `host_library`, and if the folder's file system executes nothing.
+    """
+    path = host_library()
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        raise OSError(f"{error}; name another folder in ${KERNELS.variable}") from None
+
+
 def _host_compiler() -> list[str]:
     """Find the C++ compiler, as the first words of its command."""
     named = shlex.split(os.environ.get("CXX", ""))
@@ -136,23 +150,29 @@ def describe(capabilities: Iterable[tuple[int, int]] = ()) -> tuple[list[str], b
     lines = []
     usable = {"cpu": True, "cuda": True}
     try:
+        load_host_library()
         lines.append(f"CPU ranks: compiled, {host_library()}")
     except (CompileError, OSError) as error:
         lines.append(f"CPU ranks: {error}")
         usable["cpu"] = False
     here = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
     wanted = sorted({*here, *capabilities})
+    needed = "cuda" if wanted else "cpu"
     try:
         lines.append(f"GPUs: kernels are compiled by {_cuda_compiler('auto')}")
-        for capability in wanted:
-            cubin(capability)
-            lines.append(
-                f"GPUs: compiled for sm_{capability[0]}{capability[1]}, in {KERNELS.folder}"
-            )
-    except (CompileError, OSError) as error:
+    except CompileError as error:
         lines.append(f"GPUs: {error}")
         usable["cuda"] = False
-    return lines, usable["cuda" if wanted else "cpu"]
+        wanted = []
+    for capability in wanted:
+        name = "{}.{}".format(*capability)
+        try:
+            cubin(capability)
+            lines.append(f"GPUs: compiled for compute capability {name}, in {KERNELS.folder}")
+        except (CompileError, OSError) as error:
+            lines.append(f"GPUs of compute capability {name}: {error}")
+            usable["cuda"] = False
+    return lines, usable[needed]
 
 
 @dataclasses.dataclass(frozen=True)

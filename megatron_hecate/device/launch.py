@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron_hecate.device import driver
-from megatron_hecate.device.compile import cubin, explain_unloadable, host_library
+from megatron_hecate.device.compile import cubin, explain_unloadable, load_host_library
 
 # dynamic shared memory of a thread block that needs no opt-in
 SHARED_BYTES: int = 48 << 10
@@ -98,7 +98,7 @@ class _Functions(dict[str, Any]):
 
 @functools.cache
 def _load_for_host() -> _Functions:
-    library = ctypes.CDLL(str(host_library()))
+    library = load_host_library()
     return _Functions(functools.partial(getattr, library))
 
 

@@ -89,6 +89,8 @@ def compare(
     Raises:
         ValueError: if the arguments and the loads do not fit, with the way out.
     """
+    if show_progress:
+        compile_ahead()
     settings, job = made or make_job(flags, run)
     most = job.model.experts - job.model.experts // job.world.num_ranks
     ways = _asked_ways(flags, run, most)
@@ -180,6 +182,12 @@ def _doubts(settings: JobSettings, run: RecordedRun | None) -> Iterator[str]:
             f"the record is of {run.layers} layers on {run.ep} ranks, "
             f"this is of {sizes[1]} on {sizes[0]}: an extrapolation to another run"
         )
+
+
+def compile_ahead() -> None:
+    """Compile the planner, and say so if that takes time."""
+    text = "compiling the planner, once per machine, for less than a minute"
+    compile_planner(lambda: print(text, file=sys.stderr, flush=True))
 
 
 def make_job(
@@ -328,11 +336,6 @@ def _timing(settings: JobSettings, world: World) -> Timing:
     )
 
 
-def _say_compiling() -> None:
-    text = "compiling the planner, some 20 seconds once per machine"
-    print(text, file=sys.stderr, flush=True)
-
-
 # Job of this process, of `simulate_ways`.
 _job: list[SimulatedJob] = []
 
@@ -353,8 +356,6 @@ def simulate_ways(
             progress is shown, because then a program without a main guard may have called us.
         show_progress: whether to draw a progress bar, with the time left, on standard error.
     """
-    if show_progress:
-        compile_planner(_say_compiling)
     # `disable=None` would hide the bar unless standard error is a terminal.
     disable = None if show_progress else True
     done: list[Outcome] = []

@@ -65,29 +65,48 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--export {flags.export}: the name must end with .csv or .json")
     folder = flags.run_dirs[-1]
     out = flags.out or folder / "report.html"
+    _check_outputs(parser, [out, *([flags.export] if flags.export else [])], flags.run_dirs)
     lines: list[str] = []
-    obstacle = ""
+    obstacles: list[str] = []
     try:
         if (merged := trace.merge(folder)) is not None:
             lines.append(f"The trace of all ranks is {merged}: open it in ui.perfetto.dev.")
+    # Loads are shown without it.
+    except OSError as error:
+        lines.append(f"The trace of all ranks is not written: {error}.")
+    except ValueError as error:
+        obstacles.append(f"no trace of all ranks: {error}")
+    try:
         runs = [Run.read(one, stages=flags.stages, show_progress=True) for one in flags.run_dirs]
         found = content(runs[-1], runs[0] if len(runs) > 1 else None)
         _write_page(found, out)
-        if flags.export is not None:
-            _export(found, flags.export)
         lines += _summary(found)
         lines.append(f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB).")
+        if flags.export is not None:
+            _export(found, flags.export)
     except PermissionError as error:
-        obstacle = f"no report: {error}; name files that you can write, with --out FILE"
-    except (ValueError, OSError) as error:
-        obstacle = f"no report: {error}"
+        obstacles.append(f"no report: {error}; name files that you can write, with --out FILE")
+    except (ValueError, OSError, MemoryError) as error:
+        obstacles.append(f"no report: {error or 'there is not enough memory'}")
     # Not in the `try`: a closed pipe does not mean that there is no page.
     if lines:
         print("\n".join(lines))
-    if obstacle:
-        print(obstacle, file=sys.stderr)
+    if obstacles:
+        print("\n".join(obstacles), file=sys.stderr)
     # As the parser, and as `what_if`.
-    return 2 if obstacle else 0
+    return 2 if obstacles else 0
+
+
+def _check_outputs(
+    parser: argparse.ArgumentParser, outputs: Sequence[Path], run_dirs: Sequence[Path]
+) -> None:
+    """Exit if two outputs have one name, or one has the name of a recorded file."""
+    if len({path.absolute() for path in outputs}) < len(outputs):
+        parser.error(f"--out and --export name the same file, {outputs[0]}")
+    for path in outputs:
+        is_recorded = path.name.startswith(("run-", "loads-", "trace", "events-"))
+        if is_recorded and path.parent.resolve() in [folder.resolve() for folder in run_dirs]:
+            parser.error(f"{path} has the name of a recorded file; name another one")
 
 
 def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:

@@ -106,9 +106,10 @@ def main(argv: Sequence[str]) -> int:
             rivals = _rivals(flags.rivals, found.job, slots)
         if flags.save:
             _save(flags, found, [*found.outcomes, *rivals])
-    except (ValueError, OSError, CompileError) as error:
+    except (ValueError, OSError, MemoryError, CompileError) as error:
         # One line, without the usage of a parser's error.
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        text = str(error) or "there is not enough memory"
+        parser.exit(2, f"{parser.prog}: error: {text}\n")
     steps, layers = found.job.counts[found.job.first :].shape[:2]
     print(
         f"{found.settings.header}; {steps} steps and {layers} layers of {flags.trace}\n\n"

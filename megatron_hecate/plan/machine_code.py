@@ -150,7 +150,7 @@ def _warn_of_processors(name: str) -> None:
     function, processor, _ = name.rsplit("-", 2)
     with contextlib.suppress(OSError):
         others = {path.name.rsplit("-", 2)[1] for path in PLANNER.folder.glob(f"{function}-*.nbc")}
-        if others:
+        if others := others - {processor}:
             _warn_of_other_processor(str(PLANNER.folder), ", ".join(sorted(others)), processor)
 
 

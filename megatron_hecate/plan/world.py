@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,17 @@ from pathlib import Path
 import numpy as np
 
 from megatron_hecate import files
+
+# Range of bytes/s and of FLOP/s: sums and quotients are finite.
+SPEEDS_RANGE: tuple[float, float] = (1e-9, 1e18)
+# Range of latencies and overheads, seconds.
+SECONDS_RANGE: tuple[float, float] = (0.0, 1e6)
+
+
+def _check(name: str, value: float, unit: str, limits: tuple[float, float]) -> None:
+    least, most = limits
+    if not least <= value <= most:
+        raise ValueError(f"{name}={value} {unit} must be finite, from {least:g} to {most:g}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +40,8 @@ class Link:
     latency: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.bandwidth) and self.bandwidth > 0):
-            raise ValueError(f"bandwidth={self.bandwidth} bytes/s must be finite and more than 0")
-        if not (math.isfinite(self.latency) and self.latency >= 0):
-            raise ValueError(f"latency={self.latency} s must be finite and 0 or more")
+        _check("bandwidth", self.bandwidth, "bytes/s", SPEEDS_RANGE)
+        _check("latency", self.latency, "s", SECONDS_RANGE)
 
     def seconds(self, num_bytes: float) -> float:
         """Return the seconds of one message of ``num_bytes``; 0 for an empty one."""
@@ -68,10 +76,8 @@ class Speeds:
     contention: float
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.flops) and self.flops > 0):
-            raise ValueError(f"flops={self.flops} FLOP/s must be finite and more than 0")
-        if not (math.isfinite(self.routing) and self.routing >= 0):
-            raise ValueError(f"routing={self.routing} s must be finite and 0 or more")
+        _check("flops", self.flops, "FLOP/s", SPEEDS_RANGE)
+        _check("routing", self.routing, "s", SECONDS_RANGE)
         if not 0 <= self.contention <= 1:
             raise ValueError(f"contention={self.contention} must be between 0 and 1")
 

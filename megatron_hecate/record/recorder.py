@@ -386,5 +386,6 @@ def _installed_versions() -> dict[str, str]:
     versions: dict[str, str] = {}
     for name in PACKAGES:
         for distribution in importlib.metadata.distributions(name=name):
-            versions[name] = distribution.version
+            # Remains of an interrupted uninstall have none.
+            versions[name] = distribution.version or "unknown"
     return versions

@@ -292,7 +292,7 @@ def read_infos(folder: Path) -> dict[Path, RunInfo]:
     for path in headers.values():
         info = _read_info(path)
         for other, before in infos.items():
-            if info.group != before.group or {*info.layers} & {*before.layers}:
+            if info.group != before.group:
                 raise ValueError(f"{path} does not describe a further stage of the run of {other}")
         infos[path] = info
     return infos
@@ -301,8 +301,10 @@ def read_infos(folder: Path) -> dict[Path, RunInfo]:
 def _files(folder: Path, kind: str) -> list[tuple[tuple[int, ...], Path]]:
     """List the files of a kind in `NAMES` with the numbers in their names, ascending.
 
+    Other files may have similar names, such as a user's ``run-arguments.json``.
+
     Raises:
-        ValueError: for a folder that cannot be read, or a name that no writer uses.
+        ValueError: for a folder that cannot be read.
     """
     try:
         names = [path.name for path in folder.iterdir()]
@@ -313,9 +315,8 @@ def _files(folder: Path, kind: str) -> list[tuple[tuple[int, ...], Path]]:
     files: list[tuple[tuple[int, ...], Path]] = []
     for name in fnmatch.filter(names, re.sub("{.*}", "*", NAMES[kind])):
         numbers = tuple(map(int, re.findall("[0-9]{3,9}", name)))
-        if len(numbers) != NAMES[kind].count("{") or NAMES[kind].format(*numbers) != name:
-            raise ValueError(f"{folder / name} is not named as a file of a record; remove it")
-        files.append((numbers, folder / name))
+        if len(numbers) == NAMES[kind].count("{") and NAMES[kind].format(*numbers) == name:
+            files.append((numbers, folder / name))
     return sorted(files)
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from megatron_hecate.files import MOST_BYTES, describe
+from megatron_hecate.files import describe
+from megatron_hecate.plan.world import SECONDS_RANGE, SPEEDS_RANGE
 
 if TYPE_CHECKING:
     from megatron_hecate.record.run_folder import RunInfo
@@ -23,6 +24,10 @@ VERSION: int = 1
 MOST_TOKENS: int = 1 << 40
 # Counts, and numbers of iterations, at most.
 MOST: int = 1 << 53
+# Experts of a layer, and ranks, at most: figures have both axes.
+MOST_EXPERTS: int = 1 << 13
+# Bytes of the arrays of a segment, at most; a writer stops at 4 MiB.
+MOST_BYTES: int = 64 << 20
 Arrays = dict[str, np.ndarray]
 
 
@@ -71,7 +76,8 @@ _TEXTS = _Rule(
     "texts by name",
     lambda value: isinstance(value, dict) and all(map(_TEXT.allows, [*value, *value.values()])),
 )
-_LINK = {"bandwidth": _number(1), "latency": _number(0, 1e6)}
+_SPEED, _SECONDS = _number(*SPEEDS_RANGE), _number(*SECONDS_RANGE)
+_LINK = {"bandwidth": _SPEED, "latency": _SECONDS}
 _JOB = dict.fromkeys(("ranks", "pp", "vpp", "tp", "optimizer_shards", "hidden", "seq"), _integer(1))
 _JOB |= dict.fromkeys(
     ("ffn", "dense_ffn", "num_layers", "heads", "groups", "head_width"), _integer(0)
@@ -84,8 +90,8 @@ HEADER: dict[str, Any] = {
     "version": _one_of(VERSION),
     "mode": _one_of("observe", "fssdp"),
     "layers": _list_of(_NAME, 1),
-    "num_experts": _integer(1, 1 << 20),
-    "ranks": _integer(1, 1 << 20),
+    "num_experts": _integer(1, MOST_EXPERTS),
+    "ranks": _integer(1, MOST_EXPERTS),
     "node": _list_of(_integer(0), 1),
     "top_k": _integer(1, 1 << 20),
     "slots": _integer(0, 1 << 20),
@@ -98,8 +104,8 @@ HEADER: dict[str, Any] = {
     "speeds": {
         "intra": _LINK,
         "inter": _LINK,
-        "flops": _number(1),
-        "routing": _number(0, 1e6),
+        "flops": _SPEED,
+        "routing": _SECONDS,
         "contention": _number(0, 1),
     },
     "memory": dict.fromkeys((*_MEMORY, "[connected]", "token", "kept"), _number(0)),
@@ -127,10 +133,9 @@ def check_header(header: Any) -> None:
         raise ValueError(f"version {reprlib.repr(version)}, this package reads {VERSION}")
     _check(header, HEADER, "the header")
     experts, ranks, job = header["num_experts"], header["ranks"], header.get("job", {})
-    layers, top_k, nodes = header["layers"], header["top_k"], len(header["node"])
+    top_k, nodes = header["top_k"], len(header["node"])
     in_stage = job.get("ranks", ranks) / job.get("pp", 1)
     for agrees, text in (
-        (len({*layers}) == len(layers), "layers has a name twice"),
         (nodes == ranks, f"node has {nodes} numbers, ranks is {ranks}"),
         (experts % ranks == 0, f"num_experts={experts} is not divisible by ranks={ranks}"),
         (top_k <= experts, f"top_k={top_k} is more than num_experts={experts}"),
@@ -221,7 +226,11 @@ def parse_arrays(data: bytes) -> Arrays:
         if size > MOST_BYTES:
             raise ValueError(f"the arrays have {size:,} bytes, more than {MOST_BYTES:,}")
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            return dict(arrays)
+            found = dict(arrays)
+        for name, array in found.items():
+            if not isinstance(array, np.ndarray):
+                raise ValueError(f"array {name} is none of numpy's")
+        return found
     # zipfile, zlib, numpy and numpy's header parser raise exceptions of their own.
     except Exception as error:
         raise ValueError(f"no .npz: {describe(error)}") from error

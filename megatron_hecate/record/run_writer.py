@@ -148,7 +148,7 @@ class RunWriter:
                     )
             else:
                 # Other stages have other layers of the same run.
-                same_run = held.group == info.group and not {*held.layers} & {*info.layers}
+                same_run = held.group == info.group
             if not same_run:
                 raise ValueError(
                     f"{self._folder} holds another run, started "

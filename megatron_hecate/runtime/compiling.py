@@ -47,7 +47,7 @@ def compile_transfers() -> list[str]:
 def _notice() -> None:
     """Print on rank 0 why the job does not begin yet."""
     if dist.get_rank() == 0:
-        text = "compiling, some 20 seconds once per machine; megatron-hecate check compiles ahead"
+        text = "compiling, for less than a minute; megatron-hecate check compiles ahead"
         print(f"FSSDP: {text}", flush=True)
 
 

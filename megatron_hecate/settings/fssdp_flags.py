@@ -43,8 +43,12 @@ def validate_job(job: JobSettings) -> None:
             check_names(ours[:1])
             # a section such as ``moe_fssdp: {slots: 2}`` is the value of its name
             value = setting.value if ours[0] == setting.name else {setting.name: setting.value}
-            if not isinstance(value, Unresolved):
-                values.setdefault(ours[0], value)
+            if isinstance(value, Unresolved):
+                continue
+            if ours[0] in values:
+                # The job may use this one.
+                validate({ours[0]: value, PREFIX: True})
+            values.setdefault(ours[0], value)
     speeds = values.get("moe_fssdp_speeds")
     if isinstance(speeds, str) and speeds and not Path(speeds).is_file():
         values["moe_fssdp_speeds"] = _beside(speeds, job.folder)

@@ -71,11 +71,11 @@ def test_ranks_in_the_order_of_their_nodes() -> None:
 @pytest.mark.parametrize(
     ("bandwidth", "latency", "message"),
     [
-        (0.0, 0.0, "bandwidth=0.0 bytes/s must be finite and more than 0"),
+        (0.0, 0.0, "bandwidth=0.0 bytes/s must be finite, from 1e-09"),
         (-1.0, 0.0, "bandwidth=-1.0 bytes/s"),
         (float("nan"), 0.0, "bandwidth=nan bytes/s"),
         (float("inf"), 0.0, "bandwidth=inf bytes/s"),
-        (1.0, -1e-9, "latency=-1e-09 s must be finite and 0 or more"),
+        (1.0, -1e-9, "latency=-1e-09 s must be finite, from 0"),
         (1.0, float("nan"), "latency=nan s"),
         (1.0, float("inf"), "latency=inf s"),
     ],
@@ -88,11 +88,11 @@ def test_links_that_cannot_be(bandwidth: float, latency: float, message: str) ->
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("flops", 0.0, "flops=0.0 FLOP/s must be finite and more than 0"),
+        ("flops", 0.0, "flops=0.0 FLOP/s must be finite, from 1e-09"),
         ("flops", -1.0, "flops=-1.0 FLOP/s"),
         ("flops", float("nan"), "flops=nan FLOP/s"),
         ("flops", float("inf"), "flops=inf FLOP/s"),
-        ("routing", -1.0, "routing=-1.0 s must be finite and 0 or more"),
+        ("routing", -1.0, "routing=-1.0 s must be finite, from 0"),
         ("routing", float("nan"), "routing=nan s"),
         ("routing", float("inf"), "routing=inf s"),
         ("contention", -0.1, "contention=-0.1 must be between 0 and 1"),

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 from pathlib import Path
 from typing import Any
 
+from megatron_hecate.files import read_file
 from megatron_hecate.settings.files import jobs
 from megatron_hecate.settings.files.shell_text import looks_like_script
 
@@ -30,8 +31,8 @@ def read_jobs(
         ValueError: for a file that cannot be read, or without settings.
     """
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_file(path).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
         raise ValueError(f"cannot be read: {error}") from None
     found = _of_text(text, path.suffix.lower(), environment, names, switches=switches)
     return [dataclasses.replace(job, folder=path.parent) for job in found]
@@ -93,7 +94,8 @@ def _parse(text: str, suffix: str) -> Any:
             return None
         _check_size(node)
         return loader.construct_document(node)
-    except yaml.YAMLError as error:
+    # Constructors raise errors of their own, such as for dates.
+    except (yaml.YAMLError, AttributeError, TypeError) as error:
         raise ValueError(f"is not YAML: {error}") from None
 
 
