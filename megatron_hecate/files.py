@@ -6,7 +6,6 @@ Files that others may have damaged are read within bounds.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
@@ -139,15 +138,23 @@ def describe(error: BaseException) -> str:
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
-def earlier_folder(path: Path) -> Path:
-    """Create the folder to which ``path`` can be moved when a new run needs its name.
+def earlier_folder(folder: Path, run: str) -> Path:
+    """Create the subfolder for the files of an earlier run, named after the run's beginning."""
+    name = "".join(letter for letter in run if letter.isalnum() or letter in "-+.")
+    earlier = folder / f"earlier-{name or 'unknown'}"
+    earlier.mkdir(exist_ok=True)
+    return earlier
 
-    Returns:
-        The first of ``earlier-1``, ``earlier-2``, ... beside ``path`` without a file of its name.
+
+def move(path: Path, folder: Path) -> None:
+    """Move a file that another process may be moving there, too.
+
+    Raises:
+        FileExistsError: if another file of its name is there.
     """
-    for number in itertools.count(1):
-        folder = path.parent / f"earlier-{number}"
-        if not (folder / path.name).exists():
-            break
-    folder.mkdir(exist_ok=True)
-    return folder
+    target = folder / path.name
+    # In this order: a file that has just been moved is at one place only.
+    if target.exists() and path.exists():
+        raise FileExistsError(f"{target} exists already; move it")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(target)

@@ -234,8 +234,8 @@ class Iterations:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"trace-{self._rank}.json"
             if path.exists():
-                earlier = files.earlier_folder(path)
-                path.rename(earlier / path.name)
+                earlier = files.earlier_folder(self._folder, _read(path)[1])
+                files.move(path, earlier)
                 # Earlier traces of all ranks are moved.
                 if self._rank == 0:
                     print(
@@ -244,7 +244,7 @@ class Iterations:
                         flush=True,
                     )
             recorder.save(path, rank=self._rank, shift=self._shift, job=self._job)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             print(
                 f"FSSDP: rank {self._rank} cannot write its trace: {error}; the spans of "
                 f"iterations {self.first} to {self.last} are missing in {self._folder}",
@@ -255,7 +255,10 @@ class Iterations:
 
 def _read(path: Path) -> tuple[list[dict], str]:
     """Return the events of a trace, and the start of its job; empty if unknown."""
-    data = files.read_file(path)
+    try:
+        data = files.read_file(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} is a link to nothing; remove it") from None
     try:
         trace = files.parse_json(data)
         events, job = trace["traceEvents"], trace.get("otherData", {}).get("job", "")

@@ -48,7 +48,7 @@ host_library()
 compiled(lambda a: a + 1)(1)
 """
 WRITTEN = {
-    "runs", "runs/one", "runs/one/run-000.json", "runs/one/loads-000-00000.npz", "runs/one/trace-0.json",
+    "runs", "runs/one", "runs/one/run-000.json", "runs/one/run-000.lock", "runs/one/loads-000-00000.npz", "runs/one/trace-0.json",
     "runs/one/trace.json", "runs/one/report.html", "speeds.json",
 }  # fmt: skip
 

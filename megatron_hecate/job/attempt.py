@@ -11,6 +11,7 @@ attempt.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -18,9 +19,11 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.job.background import BackgroundThread
 
@@ -64,6 +67,15 @@ class Attempt:
         if self._world is None:
             return world is not None
         return world is None or world is not self._world()
+
+    @functools.cached_property
+    def started(self) -> str:
+        """Time at which the first rank asked for it, ISO 8601; the same on all ranks."""
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        if not dist.is_initialized():
+            return now
+        store = dist.PrefixStore("megatron_hecate/attempt", _get_default_store())
+        return store.compare_set("started", "", now).decode()
 
     def count(self, what: str) -> int:
         """Increment and return the counter ``what`` of this attempt, starting at 1.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import datetime
 import functools
 import importlib.metadata
 import json
@@ -370,13 +369,15 @@ def describe_run(
         speeds: speeds of the cost model.
         fields: further fields of `RunInfo`.
     """
+    started = Attempt.current().started
     return RunInfo(
         mode=mode,
         layers=tuple(layers),
         shape=dataclasses.asdict(shape),
         speeds=dataclasses.asdict(speeds),
         versions=_installed_versions(),
-        started=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        started=started,
+        run=started,
         **fields,
     )
 

@@ -2,7 +2,8 @@
 
 | file | content |
 |---|---|
-| ``run-{stage:03d}.json`` | `RunInfo` of the stage, and the identity of the writing process |
+| ``run-{stage:03d}.json`` | `RunInfo` of the stage |
+| ``run-{stage:03d}.lock`` | identity of the process that writes, which locks it |
 | ``loads-{stage:03d}-{k:05d}.npz`` | some iterations, in order: the arrays of `RunRecord` |
 
 `run_writer.RunWriter` writes the folder, `run_schema` checks what is read. This module needs numpy
@@ -34,7 +35,7 @@ from megatron_hecate.record.run_schema import (
 # Attempts to read a folder whose files change.
 RETRIES: int = 100
 # Names of the files of a kind, with the stage and the number of a segment.
-NAMES = {"run": "run-{:03d}.json", "loads": "loads-{:03d}-{:05d}.npz"}
+NAMES = {"run": "run-{:03d}.json", "loads": "loads-{:03d}-{:05d}.npz", "lock": "run-{:03d}.lock"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,10 @@ class RunInfo:
         transport: resolved setting of `HecateConfig`.
         overlap_degree: resolved setting of `HecateConfig`.
         versions: versions of packages, by name.
-        started: start time, ISO 8601 with time zone.
+        started: start time of the job, ISO 8601 with time zone.
+        run: ``started`` of the job that began the record, which later ones may have continued;
+            the same in all stages. Empty in records of earlier versions.
+        first: first iteration of the record; -1 if unknown.
     """
 
     mode: str
@@ -79,11 +83,20 @@ class RunInfo:
     overlap_degree: int | None = None
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     started: str = ""
+    run: str = ""
+    first: int = -1
 
     @property
     def form(self) -> tuple:
         """Properties that all segments of a stage share."""
         return self.layers, self.num_experts, *self.group
+
+    def is_beside(self, other: RunInfo) -> bool:
+        """Return whether two stages may be of one run."""
+        # Layers of a hybrid model's multi-token prediction have the names of the decoder's.
+        has_same_layers = bool({*self.layers} & {*other.layers})
+        is_same_run = self.run == other.run != ""
+        return self.group == other.group and (is_same_run or not has_same_layers)
 
     @property
     def group(self) -> tuple:
@@ -158,6 +171,11 @@ def read(folder: str | Path) -> RunRecord:
     if not headers:
         flag = f"--moe-fssdp-record {shlex.quote(str(folder))}"
         raise ValueError(f"{folder} holds no record of a run; write one with {flag}")
+    if len(runs := {info.run for info in headers.values()}) > 1:
+        raise ValueError(
+            f"the stages in {folder} are of different runs, begun at {', '.join(sorted(runs))}: a "
+            "job has begun again, and not all of its stages have recorded an iteration yet"
+        )
     stages = [
         _read_stage(folder, int(path.stem.removeprefix("run-")), info)
         for path, info in headers.items()
@@ -276,6 +294,11 @@ def segments_of(folder: Path, stage: int) -> dict[int, Path]:
     return {numbers[1]: path for numbers, path in files if numbers[0] == stage}
 
 
+def list_headers(folder: Path) -> list[Path]:
+    """List the headers of all stages, ascending."""
+    return [path for _, path in _files(folder, "run")]
+
+
 def read_infos(folder: Path) -> dict[Path, RunInfo]:
     """Read the headers of all stages, by path, ascending; empty if ``folder`` holds no run.
 
@@ -290,9 +313,9 @@ def read_infos(folder: Path) -> dict[Path, RunInfo]:
             raise ValueError(f"{path} has no header {NAMES['run'].format(stage)}; remove it")
     infos: dict[Path, RunInfo] = {}
     for path in headers.values():
-        info = _read_info(path)
+        info = read_info(path)
         for other, before in infos.items():
-            if info.group != before.group:
+            if not info.is_beside(before):
                 raise ValueError(f"{path} does not describe a further stage of the run of {other}")
         infos[path] = info
     return infos
@@ -320,7 +343,13 @@ def _files(folder: Path, kind: str) -> list[tuple[tuple[int, ...], Path]]:
     return sorted(files)
 
 
-def _read_info(path: Path) -> RunInfo:
+def read_info(path: Path) -> RunInfo:
+    """Read and check the header of a stage.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: when it is broken.
+    """
     data = read_file(path)
     try:
         values = parse_json(data)

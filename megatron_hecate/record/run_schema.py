@@ -117,6 +117,8 @@ HEADER: dict[str, Any] = {
     ),
     "versions": _TEXTS,
     "started": _TEXT,
+    "[run]": _TEXT,
+    "[first]": _integer(-1),
     "[writer]": _TEXT,
 }
 

@@ -9,35 +9,35 @@ iteration. Iterations are selected by number, so that all stages keep the same o
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import errno
-import fcntl
 import io
 import json
-import os
-import socket
 import sys
 import threading
 import time
-import weakref
 from collections import Counter
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hecate import files
-from megatron_hecate.files import describe, earlier_folder, parse_json, read_file
+from megatron_hecate.files import describe
 from megatron_hecate.job.background import BackgroundThread
 from megatron_hecate.record.run_folder import (
     NAMES,
     RunInfo,
     in_order,
+    list_headers,
     load_segment,
+    read_info,
     read_infos,
     segments_of,
 )
 from megatron_hecate.record.run_schema import SEGMENT, VERSION, Arrays
+from megatron_hecate.record.stage_lock import StageLock
 
 # Bytes of all segments of a stage, at most.
 BOUND: int = 256 << 20
@@ -67,8 +67,9 @@ class _Segment(NamedTuple):
 class RunWriter:
     """Writer of one stage of a run. A full disk costs iterations of the record, never the training.
 
-    A run that restarts from a checkpoint is continued in its folder. The record of a run whose
-    iterations would all be replaced moves to a subfolder, see `earlier_folder`.
+    A job that restarts from a checkpoint continues the record in its folder. The record whose
+    iterations a job would all replace moves to a subfolder, see `files.earlier_folder`: the first
+    stage to do so moves all stages.
 
     Args:
         folder: folder of the run, created if missing.
@@ -96,36 +97,29 @@ class RunWriter:
         self._bound = bound
         self._seconds = seconds
         self._header = self._folder / NAMES["run"].format(stage)
-        self._process = f"{socket.gethostname()} {os.getpid()}"
-        self._writer = f"{self._process} {time.time()}"
-        # Open header of this writer, locked; ``None`` before it could be written.
-        self._lock_file: IO[bytes] | None = None
+        # ``None`` while the disk is too full for it.
+        self._lock: StageLock | None = None
         # Iterations that no finished segment contains.
         self._rows: list[tuple[int, Arrays]] = []
         # Number of rows in the file of the growing segment.
         self._written = 0
         # One lock for the rows, which training must get at once, and one for files.
-        self._lock = threading.Lock()
+        self._of_rows = threading.Lock()
         self._writes = threading.Lock()
         self._wake = threading.Event()
         self._closed = False
         # Kinds of errors that were printed.
         self._complaints: set[type[Exception]] = set()
         self._info = info
-        self._refuse_another_run()
+        # Header of the record that the folder holds, preferably of this stage.
+        self._held: RunInfo | None = None
         # By number, ascending.
         self._finished: dict[int, _Segment] = {}
-        for number, path in segments_of(self._folder, stage).items():
-            arrays = load_segment(path, info)
-            every = int(arrays.get("every", np.ones(1)).max(initial=1))
-            self._finished[number] = _Segment(path.stat().st_size, every, arrays["iteration"])
-        self._next = max(self._finished, default=-1) + 1
-        # Header of the run that the folder holds.
-        self._earlier = read_file(self._header) if self._finished else b""
+        self._next = 0
         # Number of the segment whose overlap with earlier ones was handled.
         self._placed = -1
         try:
-            self._write_header()
+            self._begin()
         except OSError as error:
             if error.errno not in FULL:
                 raise
@@ -135,20 +129,19 @@ class RunWriter:
         self._thread = BackgroundThread("record", self._run)
         self._thread.start()
 
-    def _refuse_another_run(self) -> None:
-        """Raise a ValueError if the folder holds a run that cannot be continued."""
+    def _refuse_another_run(self) -> RunInfo | None:
+        """Return the header of the record in the folder, preferably of this stage.
+
+        Raises:
+            ValueError: if the folder holds a run that cannot be continued.
+        """
         info = self._info
-        for path, held in read_infos(self._folder).items():
+        infos = read_infos(self._folder)
+        for path, held in infos.items():
+            # Other stages have other layers of the same run.
+            same_run = held.is_beside(info)
             if path == self._header:
                 same_run = held.form == info.form
-                if owner := self._running_owner():
-                    raise ValueError(
-                        f"another job records into {self._folder} now (host and process {owner}); "
-                        "end it, or name another folder"
-                    )
-            else:
-                # Other stages have other layers of the same run.
-                same_run = held.group == info.group
             if not same_run:
                 raise ValueError(
                     f"{self._folder} holds another run, started "
@@ -156,31 +149,38 @@ class RunWriter:
                     f"{len(held.layers)} layers, {held.num_experts} experts, {held.ranks} ranks, "
                     f"{held.slots} slots, top {held.top_k}); name another folder, or move that one"
                 )
+        return infos.get(self._header) or next(iter(infos.values()), None)
 
-    def _running_owner(self) -> str:
-        """Return host and process of a running job that writes there; empty without one."""
-        owner = self._owner()
-        # A restart in the process goes on, whether or not the abandoned attempt has closed.
-        if owner.startswith(f"{self._process} "):
-            return ""
-        with self._header.open("r+b") as file:
-            return "" if _locks(file) else owner.rpartition(" ")[0]
+    def _begin(self) -> None:
+        """Lock the record of the stage until this process ends, and read what the folder holds.
 
-    def _owner(self) -> str:
-        """Return the writer that the header names."""
-        return parse_json(read_file(self._header)).get("writer", "unknown ")
-
-    def _write_header(self) -> None:
-        """Write and lock the header. The lock ends with the process, however it ends."""
-        header = {"version": VERSION, **dataclasses.asdict(self._info), "writer": self._writer}
+        Raises:
+            ValueError: if another job records there, or the folder holds another run.
+            OSError: if the folder cannot be written.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
-        # A process that was killed may have left some.
-        for path in self._folder.glob(f".*-{self._stage:03d}[-.]*.tmp"):
-            path.unlink(missing_ok=True)
-        files.replace(self._header, json.dumps(header, indent=1).encode())
-        self._lock_file = self._header.open("r+b")
-        _locks(self._lock_file)
-        _locked.add(self._lock_file)
+        lock = StageLock(self._folder / NAMES["lock"].format(self._stage))
+        try:
+            self._held = self._refuse_another_run()
+            for number, path in segments_of(self._folder, self._stage).items():
+                arrays = load_segment(path, self._info)
+                every = int(arrays.get("every", np.ones(1)).max(initial=1))
+                self._finished[number] = _Segment(path.stat().st_size, every, arrays["iteration"])
+            self._next = max(self._finished, default=-1) + 1
+            # A process that was killed may have left some.
+            for left in self._folder.glob(f".*-{self._stage:03d}[-.]*.tmp"):
+                left.unlink(missing_ok=True)
+            # The header of another record stays until this one has an iteration.
+            if not self._finished:
+                self._write_header(self._info)
+        except BaseException:
+            lock.close()
+            raise
+        self._lock = lock
+
+    def _write_header(self, info: RunInfo) -> None:
+        content = {"version": VERSION, **dataclasses.asdict(info)}
+        files.replace(self._header, json.dumps(content, indent=1))
 
     def append(self, iteration: int, **arrays: np.ndarray | float) -> None:
         """Add one iteration. Takes microseconds.
@@ -192,7 +192,7 @@ class RunWriter:
         """
         row = {name: np.asarray(value) for name, value in {"time": time.time(), **arrays}.items()}
         row["time"] = row["time"].astype(np.float64)
-        with self._lock:
+        with self._of_rows:
             self._rows.append((iteration, row))
             _, finished = self._first_segment()
             if finished:
@@ -235,8 +235,8 @@ class RunWriter:
             self._wake.clear()
             self.flush()
         self.flush()
-        if self._lock_file is not None:
-            self._lock_file.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def _first_segment(self) -> tuple[int, bool]:
         """Return the number of rows of the first segment, and whether the segment is finished.
@@ -256,7 +256,10 @@ class RunWriter:
 
     def _write_first_segment(self) -> bool:
         """Write the first segment if it has grown; return True if it is finished."""
-        with self._lock:
+        # There was no room for it at the start.
+        if self._lock is None and self._rows:
+            self._begin()
+        with self._of_rows:
             length, finished = self._first_segment()
             rows = self._rows[:length]
             number = self._next
@@ -285,14 +288,10 @@ class RunWriter:
         Raises:
             RuntimeError: when another job has taken over the folder.
         """
-        # There was no room for it at the start.
-        if self._lock_file is None:
-            self._refuse_another_run()
-            self._write_header()
-        if (owner := self._owner()) != self._writer:
-            raise RuntimeError(f"another job writes there: {owner}")
+        assert self._lock is not None
+        self._lock.check()
         if number not in (self._placed, *self._finished) and len(arrays["iteration"]):
-            self._make_place(arrays["iteration"])
+            self._make_place(int(arrays["iteration"][0]))
             self._placed = number
         data = io.BytesIO()
         # A growing segment is written again and again, so it is not compressed.
@@ -309,30 +308,44 @@ class RunWriter:
         if every:
             self._finished[number] = _Segment(data.tell(), every, arrays["iteration"])
 
-    def _make_place(self, iterations: np.ndarray) -> None:
-        """Say which recorded iterations a new segment replaces; if it replaces all, keep them.
+    def _make_place(self, first: int) -> None:
+        """Say which recorded iterations a new segment replaces; move a record that it begins again.
 
         Args:
-            iterations: iterations of the segment.
+            first: first iteration of the segment.
         """
         recorded = [one.iterations for one in self._finished.values() if len(one.iterations)]
-        first = int(iterations[0])
-        if not recorded or recorded[-1][-1] < first:
-            return
-        last = recorded[-1][-1]
-        if min(one[0] for one in recorded) < first:
+        begin = min((one[0] for one in recorded), default=first)
+        last = recorded[-1][-1] if recorded else -1
+        info, held = self._info, self._held
+        if self._placed < 0:
+            if held is not None and held.first >= 0:
+                begin = held.first
+            run = info.run
+            if held is not None and first > begin:
+                run = held.run
+            elif held is not None and recorded:
+                # A restart in the process may have the same time.
+                run += " again" if run == held.run else ""
+                self._move_aside(held, first, last)
+                begin, last = first, -1
+            self._write_header(dataclasses.replace(info, run=run, first=int(min(begin, first))))
+        if last >= first:
             _say(
                 f"the record in {self._folder} goes on at iteration {first}: iterations "
                 f"{first} to {last} of before are replaced"
             )
-            return
-        earlier = earlier_folder(self._header)
-        files.replace(earlier / self._header.name, self._earlier or read_file(self._header))
-        for number, path in segments_of(self._folder, self._stage).items():
-            if number in self._finished:
-                path.rename(earlier / path.name)
+
+    def _move_aside(self, held: RunInfo, first: int, last: int) -> None:
+        """Move all stages of an earlier record to a folder of its own."""
+        earlier = files.earlier_folder(self._folder, held.run)
+        for path in list_headers(self._folder):
+            with contextlib.suppress(FileNotFoundError):
+                if read_info(path).run == held.run:
+                    stage = int(path.stem.removeprefix("run-"))
+                    for moved in (*segments_of(self._folder, stage).values(), path):
+                        files.move(moved, earlier)
         self._finished.clear()
-        self._earlier = b""
         _say(
             f"this run begins at iteration {first}: the record of iterations up to {last} that "
             f"{self._folder} held is in {earlier} now"
@@ -372,21 +385,3 @@ def _compact(array: np.ndarray) -> np.ndarray:
 
 def _say(text: str) -> None:
     print(f"FSSDP: {text}", file=sys.stderr, flush=True)
-
-
-def _locks(file: IO[bytes]) -> bool:
-    """Lock an open file; return False if another process has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    # A filesystem without locks: a writer still notices that another one has taken over.
-    except OSError:
-        pass
-    return True
-
-
-# Headers that this process has locked. Forked processes, such as those of data loaders, may outlive
-# it, and must not keep the locks.
-_locked: weakref.WeakSet[IO[bytes]] = weakref.WeakSet()
-os.register_at_fork(after_in_child=lambda: [file.close() for file in _locked])

@@ -6,7 +6,7 @@ import itertools
 import json
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 import torch.distributed as dist
@@ -44,11 +44,8 @@ def listeners(config: HecateConfig, folder: str | None) -> list[Callable[[], Non
     )
     host = Path("/proc/sys/kernel/random/boot_id").read_text()
     shift = to_rank_0(store, rank, dist.get_world_size(), timeout=config.timeout, host=host)
-    now = datetime.now(UTC).isoformat()
-    # All ranks use the time stamp of the first rank that arrives.
-    job = store.compare_set("job", "", now).decode()
     assert folder is not None
-    traced = trace.Iterations(config.traced, folder, rank=rank, shift=shift, job=job)
+    traced = trace.Iterations(config.traced, folder, rank=rank, shift=shift, job=attempt.started)
     # Only one recorder can run in a process, and the next attempt has its own.
     attempt.at_end(traced.close)
     return [*exported, lambda: traced.begin(running_iteration())]

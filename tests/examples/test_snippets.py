@@ -197,7 +197,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     size = recorded.Size(layers=2, experts=128, ranks=8)
     folders = ("fssdp-run", "TRACE", "DIR", "STOCK", "FSSDP", "FILLED")
-    for name in (*folders, "DIR/model-2", "DIR/earlier-1"):
+    for name in (*folders, "DIR/model-2", "DIR/earlier-TIME"):
         held = recorded.arrays(size, fssdp=name in ("DIR", "FSSDP"))
         recorded.write(folder / name, size, held=held)
     (folder / "megatron" / "DIR").mkdir(parents=True)

@@ -159,7 +159,8 @@ def test_a_header_is_believed_only_if_it_is_as_it_was(
         "transport",
         "versions",
         "started",
-        "writer",
+        "run",
+        "first",
         "memory",
         "speeds",
         "shape",
@@ -189,7 +190,10 @@ def test_a_header_is_believed_only_if_it_is_as_it_was(
             }
             assert differing <= free | {"overlap_degree"}, mutation
             for name in differing & {"shape", "speeds", "memory", "job"}:
-                held = values.get(name, {})
+                held = dict(values.get(name, {}))
+                # Forks of Megatron have dispatchers of other names.
+                if isinstance(held.get("dispatcher"), str):
+                    del held["dispatcher"]
                 assert held.items() <= before[name].items(), f"{name} holds another value: {held}"
             assert record.load.any()
             accepted += 1
@@ -390,7 +394,7 @@ def test_valid_headers_that_look_strange(tmp_path: Path) -> None:
     folder = _write(tmp_path / "run", fssdp=True)
     for path in folder.glob("run-*.json"):
         header = json.loads(path.read_text())
-        header["layers"] = ["layer 1"] * len(header["layers"])
+        header |= {"layers": ["layer 1"] * len(header["layers"]), "run": "one"}
         path.write_text(json.dumps(header))
     assert read(folder).load.shape[1] == 4
 
@@ -415,6 +419,7 @@ def test_a_stage_of_another_run_is_named(tmp_path: Path) -> None:
     folder = _write(tmp_path / "run", fssdp=True)
     header = json.loads((folder / "run-001.json").read_text())
     for change in (
+        {"layers": ["layer 1", "layer 9"]},
         {"top_k": 1},
         {"mode": "observe", "slots": 0},
     ):

@@ -42,9 +42,10 @@ def _loads(iteration: int, shift: int) -> np.ndarray:
 
 
 def record(folder: Path, iterations: range, *, shift: int = 0, stage: int = 0) -> RunWriter:
-    """Append iterations of a new job to the record in ``folder``."""
+    """Append iterations of a new job, named after its ``shift``, to the record in ``folder``."""
     names = tuple(f"layer {1 + 2 * layer + 10 * stage}" for layer in range(2))
-    info = RunInfo(**{**vars(INFO), "layers": names})
+    job = f"job {shift}"
+    info = RunInfo(**{**vars(INFO), "layers": names, "started": job, "run": job})
     writer = RunWriter(folder, info, stage=stage, seconds=1e6)
     for iteration in iterations:
         writer.append(iteration, load=_loads(iteration, shift))
@@ -92,16 +93,71 @@ def test_a_run_that_begins_again_keeps_the_earlier_one(
         said = capsys.readouterr().err.splitlines()
         if shift == 100:
             line = f"FSSDP: this run begins at iteration 1: the record of iterations up to 4 that {tmp_path} held is in "
-            assert said == 2 * [f"{line}{tmp_path}/earlier-1 now"]
+            # The first stage moves both.
+            assert said == [f"{line}{tmp_path}/earlier-job0 now"]
         if shift == 200:
             line = f"FSSDP: the record in {tmp_path} goes on at iteration 2: iterations 2 to 4 of before are replaced"
             assert said == 2 * [line]
-    assert _held(tmp_path / "earlier-1") == [(i, i) for i in range(1, 5)]
+    assert _held(tmp_path / "earlier-job0") == [(i, i) for i in range(1, 5)]
     assert _held(tmp_path) == [(1, 101), *((i, i + 200) for i in range(2, 5))]
-    assert len(read(tmp_path / "earlier-1").info.layers) == 4
-    record(tmp_path, range(5)).close()
-    assert f"is in {tmp_path}/earlier-2 now" in capsys.readouterr().err
-    assert json.loads((tmp_path / "earlier-2" / "run-000.json").read_text())["writer"]
+    assert len(read(tmp_path / "earlier-job0").info.layers) == 4
+    record(tmp_path, range(5), shift=300).close()
+    assert f"is in {tmp_path}/earlier-job100 now" in capsys.readouterr().err
+    assert len(read(tmp_path / "earlier-job100").info.layers) == 4
+    assert _held(tmp_path) == [(i, i + 300) for i in range(5)]
+
+
+def _die(folder: Path, iterations: range, shift: int) -> None:
+    """Record one stage of a job that is killed."""
+    if not (child := os.fork()):
+        writer = record(folder, iterations, shift=shift)
+        if len(iterations):
+            writer.flush()
+        os._exit(9)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("iterations", [range(1, 3), range(0)])
+def test_a_job_that_dies_before_its_stages_have_written_mixes_nothing(
+    iterations: range, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """The first stage of the second job writes, or none; a third one begins again, or goes on."""
+    for stage in (0, 1):
+        record(tmp_path, range(1, 6), shift=100, stage=stage).close()
+    _die(tmp_path, iterations, 200)
+    if iterations:
+        assert _held(tmp_path / "earlier-job100") == [(i, i + 100) for i in range(1, 6)]
+        assert _held(tmp_path) == [(i, i + 200) for i in iterations]
+    else:
+        held = read(tmp_path)
+        assert held.info.started == "job 100" and len(held.info.layers) == 4
+    for stage in (1, 0):
+        record(tmp_path, range(2, 4), shift=300, stage=stage).close()
+    loads = read(tmp_path).load[:, :, 0].tolist()
+    if iterations:
+        # The second stage has the third job's iterations alone.
+        assert loads == [[302, 302, 302, 302], [303, 303, 303, 303]]
+    else:
+        assert loads == [[101] * 4, [302] * 4, [303] * 4]
+
+
+def test_a_stage_that_has_not_begun_again_yet_is_said(tmp_path: Path) -> None:
+    for stage in (0, 1):
+        record(tmp_path, range(2, 6), shift=100, stage=stage).close()
+    record(tmp_path, range(2, 4), shift=200).close()
+    record(tmp_path, range(2, 4), shift=300, stage=1).close()
+    with pytest.raises(ValueError, match="of different runs, begun at job 200, job 300"):
+        read(tmp_path)
+    record(tmp_path, range(2, 4), shift=300).close()
+    assert read(tmp_path).load[0, :, 0].tolist() == [302] * 4
+
+
+def test_a_job_of_fewer_stages_leaves_no_stage_of_the_earlier_one(tmp_path: Path) -> None:
+    for stage in (0, 1):
+        record(tmp_path, range(1, 5), shift=100, stage=stage).close()
+    record(tmp_path, range(1, 5), shift=200).close()
+    assert read(tmp_path).load.shape[1] == 2
+    assert read(tmp_path / "earlier-job100").load.shape[1] == 4
 
 
 def test_a_loop_that_counts_anew_in_one_process_hides_nothing(
@@ -112,12 +168,11 @@ def test_a_loop_that_counts_anew_in_one_process_hides_nothing(
         writer.append(iteration, load=_loads(iteration, 50))
     writer.append(3, load=_loads(3, 90))
     writer.close()
-    assert _held(tmp_path / "earlier-1") == [(1, 1), (2, 2), (3, 3)]
     assert _held(tmp_path) == [(1, 51), (2, 52), (3, 93)]
     said = capsys.readouterr().err.splitlines()
     assert (
         len(said) == 2
-        and "earlier-1 now" in said[0]
+        and "iterations 1 to 3 of before are replaced" in said[0]
         and "iterations 2 to 2 of before are replaced" in said[1]
     )
 
@@ -128,8 +183,7 @@ def test_a_job_that_took_over_is_named_as_the_reason(
     """Where the filesystem has no locks. It is not said that the disk is full."""
     old = record(tmp_path, range(1, 3))
     old.flush()
-    header = json.loads((tmp_path / "run-000.json").read_text())
-    (tmp_path / "run-000.json").write_text(json.dumps({**header, "writer": "other 1 2.0"}))
+    (tmp_path / "run-000.lock").write_text("other 1 2.0")
     old.append(3, load=_loads(3, 0))
     old.close()
     (said,) = capsys.readouterr().err.splitlines()
@@ -153,7 +207,7 @@ traced = trace.Iterations((1, 4), folder, rank=0, shift=0.0)
 for iteration in range(1, 6):
     traced.begin(iteration)
 left = [path.name for path in folder.iterdir()]
-assert not left, left
+assert left in ([], ["run-000.lock"]), left
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 writer.append(3, load=t._loads(3, 0))
 traced.begin(4)
@@ -176,7 +230,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path: Path) -> None:
     assert f"iterations 1 to 4 are missing in {tmp_path}/run" in of_trace
     assert _held(tmp_path / "run") == [(1, 1), (2, 2), (3, 3)]
     files = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert files == ["loads-000-00000.npz", "run-000.json", "trace-0.json"]
+    assert files == ["loads-000-00000.npz", "run-000.json", "run-000.lock", "trace-0.json"]
 
 
 def test_an_earlier_trace_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
