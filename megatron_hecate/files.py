@@ -101,19 +101,22 @@ def read_file(path: Path | str) -> bytes:
     """
     path = Path(path)
     try:
-        # Before the file is opened: opening a FIFO waits for a writer.
-        status = path.stat()
-        if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
-            raise ValueError(f"{path} is {kind}, not a regular file")
-        if status.st_size > MOST_BYTES:
-            raise ValueError(f"{path} has {status.st_size:,} bytes, more than {MOST_BYTES:,}")
-        with path.open("rb") as file:
-            # Not at most `MOST_BYTES`, for which memory would be taken at once.
-            return file.read(status.st_size)
+        # Opening a FIFO does not wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise ValueError(f"{path} cannot be read ({describe(error)})") from error
+    # Of the open file: its name may be another file's by now.
+    status = os.fstat(descriptor)
+    if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
+        os.close(descriptor)
+        raise ValueError(f"{path} is {kind}, not a regular file")
+    with os.fdopen(descriptor, "rb") as file:
+        if status.st_size > MOST_BYTES:
+            raise ValueError(f"{path} has {status.st_size:,} bytes, more than {MOST_BYTES:,}")
+        # Not at most `MOST_BYTES`, for which memory would be taken at once.
+        return file.read(status.st_size)
 
 
 def parse_json(data: bytes) -> Any:

@@ -213,6 +213,7 @@ def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
     if dist.get_rank() == 1:
         launch._load_for_host.cache_clear()
         patch.setenv("PATH", "/nowhere")
+        patch.setenv("MEGATRON_HECATE_CACHE", os.environ["TEST_FOLDER"] + "/empty")
         patch.delenv("CXX", raising=False)
     message = r"the kernels cannot be compiled: no C\+\+ compiler found; install one \(apt-get install g\+\+\)"
     with patch.context(), pytest.raises(ValueError, match=message):

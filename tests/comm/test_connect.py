@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 
+from megatron_hecate.code_cache import KERNELS
 from megatron_hecate.comm import connect as module
 from megatron_hecate.comm.connect import Connection, connect
 from megatron_hecate.comm.nvlink import selftest
 from megatron_hecate.comm.nvlink.transport import NVLink
-from megatron_hecate.device.compile import CACHE
 from megatron_hecate.job.agreement import Note
 
 NOTHING = types.SimpleNamespace(wait=lambda: None)  # a transfer that moves nothing
@@ -131,11 +131,11 @@ def test_problems_of_one_rank_are_problems_of_all() -> None:
     assert time.monotonic() - start < 10
 
     if rank == 1:
-        os.environ[CACHE] = "/proc/nowhere"
+        os.environ[KERNELS.variable] = "/proc/nowhere"
     connection = connect("nvlink", [group], problems, timeout=20.0)
     (problem,) = problems
     assert connection.name == "nvlink" and not connection.transports
-    assert problem.startswith("transport='nvlink': ") and "/proc/nowhere cannot be made" in problem
+    assert problem.startswith("transport='nvlink': ") and "/proc/nowhere: " in problem
     assert "name another folder in $MEGATRON_HECATE_CACHE" in problem
 
 
