@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_hecate.files import parse_json, read_file
+from megatron_hecate import files
 from megatron_hecate.offline.megatron_files import read_any
 from megatron_hecate.offline.recorded_run import RecordedRun
 from megatron_hecate.record.run_schema import MOST_TOKENS, parse_arrays
@@ -122,12 +122,13 @@ def _read(path: Path, num_experts: int | None, stages: int | None) -> np.ndarray
             load = load[..., :num_experts]
         return load[:, :, None]
     if path.suffix == ".json":
-        domains, *_ = parse_json(read_file(path))["counts"].values()
+        domains, *_ = files.parse_json(files.read_file(path))["counts"].values()
         total = np.sum([list(layers.values()) for layers in domains.values()], axis=0)
         return total[None, :, None]
     if not path.exists():
         raise ValueError("it does not exist")
-    arrays = parse_arrays(read_file(path))
+    # Loads of every source take more than a segment of a record.
+    arrays = parse_arrays(files.read_file(path), most=files.MOST_BYTES)
     if "counts" in arrays:
         return arrays["counts"]
     if "load" not in arrays:

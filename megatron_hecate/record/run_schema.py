@@ -216,17 +216,22 @@ SEGMENT: dict[str, _Array] = {
 }
 
 
-def parse_arrays(data: bytes) -> Arrays:
+def parse_arrays(data: bytes, *, most: int | None = None) -> Arrays:
     """Parse the arrays in the ``data`` of an .npz file.
 
+    Args:
+        data: content of the file.
+        most: bytes of all arrays, at most; `MOST_BYTES` by default.
+
     Raises:
-        ValueError: for broken data, or arrays of more than `MOST_BYTES`.
+        ValueError: for broken data, or too many bytes.
     """
+    most = MOST_BYTES if most is None else most
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             size = sum(member.file_size for member in archive.infolist())
-        if size > MOST_BYTES:
-            raise ValueError(f"the arrays have {size:,} bytes, more than {MOST_BYTES:,}")
+        if size > most:
+            raise ValueError(f"the arrays have {size:,} bytes, more than {most:,}")
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             found = dict(arrays)
         for name, array in found.items():

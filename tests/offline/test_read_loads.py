@@ -79,3 +79,10 @@ def test_a_changed_trace_is_named(tmp_path: Path) -> None:
             assert str(error).startswith(f"{path} holds no loads (")
             refused += 1
     assert refused > len(right) // 2
+
+
+def test_loads_of_many_sources(tmp_path: Path) -> None:
+    """More bytes than a segment of a record may have."""
+    counts = np.ones((40, 16, 64, 256), np.int64)
+    np.savez_compressed(tmp_path / "many.npz", counts=counts)
+    assert counts.nbytes > 64 << 20 and (read_loads(tmp_path / "many.npz") == counts).all()
