@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import os
 import stat
@@ -111,15 +110,18 @@ class CodeCache:
         The lock is a file of the machine and not of the folder, which may be read-only or on a file
         system without locks. It ends with the process that holds it.
         """
-        digest = hashlib.sha256(str(self.folder).encode()).hexdigest()[:12]
-        path = Path(tempfile.gettempdir()) / f"megatron-hecate-{os.getuid()}-{digest}.lock"
         with contextlib.ExitStack() as stack:
             # Without a lock every process compiles: slow, and right.
             with contextlib.suppress(OSError):
+                digest = hashlib.sha256(str(self.folder).encode()).hexdigest()[:12]
+                name = f"megatron-hecate-{os.getuid()}-{digest}.lock"
+                path = Path(tempfile.gettempdir()) / name
                 flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
                 descriptor = os.open(path, flags, files.PRIVATE)
                 stack.callback(os.close, descriptor)
-                _lock(descriptor)
+                end = time.monotonic() + LONGEST_WAIT
+                while not files.try_lock(descriptor) and time.monotonic() < end:
+                    time.sleep(0.05)
             yield
 
     def _check_owner(self, path: Path) -> None:
@@ -136,17 +138,6 @@ class CodeCache:
             f"compiled code must lie where only this user ({os.getuid()}) or root may write; "
             f"{way_out} another folder in ${self.variable}"
         )
-
-
-def _lock(descriptor: int) -> None:
-    """Lock a file, or give up after `LONGEST_WAIT`."""
-    end = time.monotonic() + LONGEST_WAIT
-    while time.monotonic() < end:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            time.sleep(0.05)
 
 
 PLANNER = CodeCache("NUMBA_CACHE_DIR")

@@ -6,6 +6,7 @@ Files that others may have damaged are read within bounds.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import os
@@ -18,7 +19,7 @@ from typing import Any
 # Mode of a file before the umask.
 OPEN_TO_UMASK: int = 0o666
 PRIVATE: int = 0o600
-# Bytes of a file that is read, and of the arrays of an archive, at most.
+# Bytes of a file that is read, at most.
 MOST_BYTES: int = 1 << 30
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -139,6 +140,20 @@ def describe(error: BaseException) -> str:
     """Format an error as one short line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; return False if another one holds the lock.
+
+    A file system without locks refuses none.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def earlier_folder(folder: Path, run: str) -> Path:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import time
 from pathlib import Path
 from typing import IO
 
-from megatron_hecate.files import OPEN_TO_UMASK
+from megatron_hecate.files import OPEN_TO_UMASK, try_lock
 
 
 class StageLock:
@@ -32,7 +31,7 @@ class StageLock:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         self._file = os.fdopen(os.open(path, flags, OPEN_TO_UMASK), "r+b", buffering=0)
         try:
-            if not _locks(self._file):
+            if not try_lock(self._file.fileno()):
                 owner = self._read_owner().rpartition(" ")[0]
                 raise ValueError(
                     f"another job records into {path.parent} now (host and process {owner}); "
@@ -58,18 +57,6 @@ class StageLock:
     def _read_owner(self) -> str:
         self._file.seek(0)
         return self._file.read(1000).decode(errors="replace")
-
-
-def _locks(file: IO[bytes]) -> bool:
-    """Lock an open file; return False if another process has locked it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    # A filesystem without locks: a writer still notices that another one has taken over.
-    except OSError:
-        pass
-    return True
 
 
 # Files that this process has locked, by path. Forked processes, such as those of data loaders, may

@@ -23,7 +23,7 @@ import pytest
 import megatron_hecate
 from megatron_hecate import files
 from megatron_hecate.code_cache import KERNELS, PLANNER, CodeCache
-from megatron_hecate.plan.compiled import compiled
+from megatron_hecate.plan.compiled import compiled, in_turn
 from megatron_hecate.plan.machine_code import _hash_sources, _warned
 
 
@@ -279,3 +279,13 @@ else:
     root = str(Path(megatron_hecate.__file__).parents[1])
     settings = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
     subprocess.run([sys.executable, "-c", code], env=settings, check=True, timeout=120)
+
+
+@pytest.mark.fast
+def test_users_without_a_home_switch_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They have no folder to share, and take no turns."""
+    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    with in_turn(lambda: None):
+        assert _add_of(tmp_path / "one")(1, 2) == 5
