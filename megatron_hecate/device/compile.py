@@ -150,8 +150,7 @@ def describe(capabilities: Iterable[tuple[int, int]] = ()) -> tuple[list[str], b
     lines = []
     usable = {"cpu": True, "cuda": True}
     try:
-        load_host_library()
-        lines.append(f"CPU ranks: compiled, {host_library()}")
+        lines.append(f"CPU ranks: compiled, {load_host_library()._name}")
     except (CompileError, OSError) as error:
         lines.append(f"CPU ranks: {error}")
         usable["cpu"] = False

@@ -89,9 +89,7 @@ def compare(
     Raises:
         ValueError: if the arguments and the loads do not fit, with the way out.
     """
-    if show_progress:
-        compile_ahead()
-    settings, job = made or make_job(flags, run)
+    settings, job = made or make_job(flags, run, show_progress=show_progress)
     most = job.model.experts - job.model.experts // job.world.num_ranks
     ways = _asked_ways(flags, run, most)
     how = dict(processes=flags.processes, show_progress=show_progress)
@@ -184,20 +182,15 @@ def _doubts(settings: JobSettings, run: RecordedRun | None) -> Iterator[str]:
         )
 
 
-def compile_ahead() -> None:
-    """Compile the planner, and say so if that takes time."""
-    text = "compiling the planner, once per machine, for less than a minute"
-    compile_planner(lambda: print(text, file=sys.stderr, flush=True))
-
-
 def make_job(
-    flags: argparse.Namespace, run: RecordedRun | None
+    flags: argparse.Namespace, run: RecordedRun | None, *, show_progress: bool = False
 ) -> tuple[JobSettings, SimulatedJob]:
     """Build the job of the command line, scaled to the measured time of a step.
 
     Args:
         flags: parsed command line of `what_if`.
         run: record of the job; ``None`` for other traces.
+        show_progress: whether to say on standard error that the planner is compiled.
 
     Raises:
         ValueError: if the arguments and the loads do not fit, with the way out.
@@ -240,6 +233,9 @@ def make_job(
         optimizer_shards=settings.optimizer_shards,
         excess=excess,
     )
+    if show_progress:
+        text = "compiling the planner, once per machine, for less than a minute"
+        compile_planner(lambda: print(text, file=sys.stderr, flush=True))
     return _scaled(settings, job)
 
 

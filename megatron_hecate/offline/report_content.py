@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from megatron_hecate.device.compile import CompileError
-from megatron_hecate.offline.comparison import Comparison, compare, compile_ahead, make_job
+from megatron_hecate.offline.comparison import Comparison, compare, make_job
 from megatron_hecate.offline.megatron_files import read_any
 from megatron_hecate.offline.modelled_run import ModelledRun
 from megatron_hecate.offline.recorded_run import RecordedRun
@@ -93,9 +93,7 @@ class Run:
         if run.model is None or run.cluster is None:
             return cls(folder=folder, figures=figures, modelled=None, found=None, obstacle=NO_SIZES)
         try:
-            if show_progress:
-                compile_ahead()
-            made = make_job(flags, run)
+            made = make_job(flags, run, show_progress=show_progress)
             modelled = ModelledRun.of(run, made[1])
             if figures.observed:
                 found = compare(flags, run, made=made, show_progress=show_progress)
