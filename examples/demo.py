@@ -3,21 +3,26 @@
     make demo                      # text: the standard library of the running Python
     make demo DATA=~/some/folder   # any folder with text or source code
 
+    python examples/demo.py --gpus 1 --ranks 4      # 4 ranks that share a GPU, over NCCL
+
 First with uneven routing (a constant is added to the router's logits of some experts), then with
-balanced routing. Both jobs take turns, a few steps each, so that other load on the machine slows
-both equally.
+balanced routing. On CPUs both jobs take turns, a few steps each, so that other load on the machine
+slows both equally. On GPUs the model is larger, in bf16, with TransformerEngine's layers where it
+is installed, and jobs run one after another.
 
 All jobs run ``megatron.training.pretrain`` on 2 processes (a CPU is enough), or on ``--gpus N``
-GPUs. The FSSDP run differs from the stock run by the launcher and a flag: ``-m megatron_hecate
-run --moe-fssdp``. Stock Megatron then loads its checkpoint. Tables are printed; plots, checkpoint
-and logs are written to ``--out``, and so are the page and the trace that ``megatron-hecate report``
-makes from the FSSDP run's record.
+GPUs, each alone or with several ranks (`run_on_shared_gpu`). The FSSDP run differs from the stock
+run by the launcher and a flag: ``-m megatron_hecate run --moe-fssdp``. Stock Megatron then loads
+its checkpoint. Tables are printed; plots, checkpoint and logs are written to ``--out``, and so are
+the page and the trace that ``megatron-hecate report`` makes from the FSSDP run's record.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib.util
 import os
 import re
 import shutil
@@ -26,9 +31,11 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from demo_results import Gain, Run, conclude, report
+from run_on_shared_gpu import mps, rank_environment
 from turns import VARIABLE, Turns
 
 HERE = Path(__file__).resolve().parent
@@ -63,15 +70,29 @@ PLAIN = """
     --no-bias-swiglu-fusion --no-rope-fusion
     --attention-softmax-in-fp32
 """
+# GEMMs that take longer than the host needs to launch them, on an eighth of an H100 as well
+ON_GPU = """
+    --bf16 --num-layers 2 --hidden-size 1024 --num-attention-heads 16 --moe-ffn-hidden-size 4096
+    --seq-length 2048 --max-position-embeddings 2048 --micro-batch-size 8
+"""
+TRANSFORMER_ENGINE = "--transformer-impl transformer_engine --moe-grouped-gemm"
+# sequences of a rank in a step on GPUs
+RANK_BATCH: int = 16
+# largest relative difference of losses, first 20 steps and after the checkpoint
+FP32_LIMITS = (1e-5, 1e-4)
+BF16_LIMITS = (1e-2, 1e-2)
 
 
 def megatron_flags(*, ranks: int = RANKS, gpus: int = 0) -> list[str]:
     """Build Megatron's flags, except for data, checkpoints and length."""
-    words = [*MODEL.split(), "--expert-model-parallel-size", str(ranks)]
-    words += [*TRAINING.split(), *PLAIN.split()]
+    words = [*MODEL.split(), "--expert-model-parallel-size", str(ranks), *TRAINING.split()]
     if not gpus:
-        words += CPU.split()
-    return words
+        return [*words, *PLAIN.split(), *CPU.split()]
+    # Megatron's parser takes the last value of a flag that is given twice.
+    words += [*ON_GPU.split(), "--global-batch-size", str(RANK_BATCH * ranks)]
+    if importlib.util.find_spec("transformer_engine") is not None:
+        return [*words, *TRANSFORMER_ENGINE.split()]
+    return [*words, *PLAIN.split()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +102,14 @@ class Place:
     Args:
         out: folder of logs and of the probes' records.
         ranks: processes of a job.
-        gpus: number of GPUs; 0 trains on the CPU. One GPU is shared by all ranks.
-        skew: skew of routing, see `probe`.
+        gpus: number of GPUs; 0 trains on the CPU. The ranks share them.
+        variables: further environment variables.
     """
 
     out: Path
     ranks: int
     gpus: int
-    skew: float
+    variables: Mapping[str, str]
 
     def start(
         self, name: str, arguments: list[str], fssdp: list[str] | None, turns: str = ""
@@ -101,45 +122,53 @@ class Place:
             fssdp: our launcher's flags; ``None`` is stock Megatron.
             turns: value of `turns.VARIABLE`.
         """
-        torchrun = [sys.executable, "-m", "torch.distributed.run"]
-        torchrun += [f"--nproc-per-node={self.ranks}", "--standalone"]
-        script = self._script(fssdp)
+        command = self._command(fssdp)
         # One thread per rank, since ranks share the cores.
         environment = {
             **os.environ,
+            **self.variables,
             "OMP_NUM_THREADS": "1",
             "PYTHONWARNINGS": "ignore",
             VARIABLE: turns,
             "HECATE_PROBE": str(self.out / name),
-            "HECATE_SKEW": str(self.skew),
+            "HECATE_SKEW": str(SKEW),
         }
-        # The stand-ins for the CPU refuse to start where torch finds a GPU.
-        if not self.gpus:
-            environment["CUDA_VISIBLE_DEVICES"] = ""
-        shown = [Path(word).name if "/" in word else word for word in script]
-        print(f"\n{name}: torchrun --nproc-per-node={self.ranks} {' '.join(shown)} ...", flush=True)
+        # On a GPU compiling Megatron's small functions takes longer than this training.
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+        shown = [Path(word).name if "/" in word else word for word in command]
+        print(f"\n{name}: {' '.join(shown)} ...", flush=True)
         return subprocess.Popen(
-            [*torchrun, *script, *arguments],
+            [*command, *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def _script(self, fssdp: list[str] | None) -> list[str]:
-        """Build the scripts that torchrun starts, without Megatron's flags."""
-        words = []
-        if not self.gpus:
+    def _command(self, fssdp: list[str] | None) -> list[str]:
+        """Build the command that starts the ranks, without Megatron's flags."""
+        if self.gpus:
+            words = [sys.executable, str(HERE / "run_on_shared_gpu.py"), f"--ranks={self.ranks}"]
+        else:
+            words = [sys.executable, "-m", "torch.distributed.run"]
+            words += [f"--nproc-per-node={self.ranks}", "--standalone"]
             words.append(str(HERE / "run_on_cpu.py"))
-        elif self.ranks > self.gpus:
-            words.append(str(HERE / "run_on_shared_gpu.py"))
         if fssdp is not None:
             words += ["-m", "megatron_hecate", "run", *fssdp, "--"]
-        words.append(str(HERE / "pretrain_gpt.py"))
-        return words
+        return [*words, str(HERE / "pretrain_gpt.py")]
 
 
-def launch(place: Place, jobs: dict[str, tuple[list[str], list[str] | None]]) -> list[Run]:
+Jobs = Mapping[str, tuple[list[str], list[str] | None]]
+
+
+def train(place: Place, jobs: Jobs) -> list[Run]:
+    """Train the jobs: on CPUs in turns, on GPUs, which nothing else uses, one after another."""
+    if not place.gpus:
+        return launch(place, jobs)
+    return [run for name, job in jobs.items() for run in launch(place, {name: job})]
+
+
+def launch(place: Place, jobs: Jobs) -> list[Run]:
     """Train one job, or two that take turns, and print their progress.
 
     Args:
@@ -227,17 +256,17 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--slots", type=int, default=2, help="replicas per rank and layer")
     parser.add_argument("--gpus", type=int, default=0, help="number of GPUs; 0 trains on the CPU")
     parser.add_argument(
-        "--ranks", type=int, help=f"processes; the GPUs, or {RANKS} on a CPU; one GPU can be shared"
+        "--ranks", type=int, help=f"processes; default: as many as GPUs, or {RANKS} on a CPU"
     )
     parser.add_argument(
         "--speeds", type=Path, help="file of measured speeds, for the cost of copies"
     )
     arguments = parser.parse_args()
     arguments.ranks = arguments.ranks or arguments.gpus or RANKS
-    if arguments.gpus not in {0, 1, arguments.ranks}:
+    if arguments.gpus and arguments.ranks % arguments.gpus:
         parser.error(
-            f"--ranks {arguments.ranks} on --gpus {arguments.gpus}: "
-            "ranks share one GPU, or have one each"
+            f"--ranks {arguments.ranks} is not a multiple of --gpus {arguments.gpus}: "
+            "GPUs are shared evenly"
         )
     return arguments
 
@@ -268,6 +297,59 @@ def _prepare_text(data: Path, out: Path) -> None:
     print(f"{documents} documents, {tokens:,} tokens (bytes) from {data}")
 
 
+def _check_gpus(ranks: int, gpus: int) -> dict[str, str]:
+    """Return the environment variables of the ranks: the GPUs that they see.
+
+    Raises:
+        SystemExit: when ranks cannot train on so many GPUs here.
+    """
+    if not gpus:
+        # The stand-ins for the CPU refuse to start where torch finds a GPU.
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    import torch
+
+    present = torch.cuda.device_count()
+    if present < gpus:
+        raise SystemExit(f"--gpus {gpus}: torch finds {present} GPUs here")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(present)))
+    try:
+        rank_environment(ranks // gpus)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    return {"CUDA_VISIBLE_DEVICES": ",".join(visible.split(",")[:gpus])}
+
+
+def _train_all(place: Place, arguments: argparse.Namespace) -> tuple[list[Run], Gain]:
+    """Train all jobs.
+
+    Returns:
+        Runs with uneven routing: stock, FSSDP, and stock from FSSDP's checkpoint; and the gain with
+        balanced routing.
+    """
+    out = place.out
+    steps = arguments.steps
+    common = megatron_flags(ranks=place.ranks, gpus=place.gpus)
+    common += ["--data-path", str(out / "text"), "--data-cache-path", str(out / "cache")]
+    common += ["--train-iters", str(steps + 5)]
+    save = ["--save", str(out / "checkpoint"), "--save-interval", str(steps)]
+    load = ["--load", str(out / "checkpoint"), "--ckpt-step", str(steps)]
+    # A single rank has no other rank to copy experts to.
+    slots = arguments.slots if place.ranks > 1 else 0
+    switch_on = ["--moe-fssdp", "--moe-fssdp-slots", str(slots)]
+    if arguments.speeds is not None:
+        switch_on += ["--moe-fssdp-speeds", str(arguments.speeds.resolve())]
+    record = ["--moe-fssdp-record", str(out / "run")]
+    record += ["--moe-fssdp-trace", f"{steps // 2}-{steps // 2 + 1}"]
+    ours = ([*common, *save], [*switch_on, *record])
+    runs = train(place, {"stock": (common, None), "fssdp": ours})
+    runs += train(place, {"stock-resumed": ([*common, *load], None)})
+    # Megatron's parser takes the last value of a flag that is given twice.
+    even = [*common, "--train-iters", str(min(BALANCED_STEPS, steps))]
+    even.append("--moe-router-force-load-balancing")
+    jobs = {"stock-balanced": (even, None), "fssdp-balanced": (even, switch_on)}
+    return runs, Gain.of(*train(place, jobs))
+
+
 def main() -> int:
     """Train, compare, and write the report; returns 1 if the runs differ or no page was made."""
     arguments = _arguments()
@@ -278,38 +360,16 @@ def main() -> int:
             "Install Python 3.12 and run make demo again."
         )
     began = time.monotonic()
+    ranks, gpus = arguments.ranks, arguments.gpus
+    variables = _check_gpus(ranks, gpus)
     out = arguments.out.expanduser().resolve()
     _prepare_text(arguments.data.expanduser(), out)
-    ranks = arguments.ranks
-    steps = arguments.steps
-    place = Place(out, ranks, arguments.gpus, SKEW)
-    common = [*megatron_flags(ranks=ranks, gpus=arguments.gpus), "--data-path", str(out / "text")]
-    common += ["--data-cache-path", str(out / "cache"), "--train-iters", str(steps + 5)]
-    save = ["--save", str(out / "checkpoint"), "--save-interval", str(steps)]
-    load = ["--load", str(out / "checkpoint"), "--ckpt-step", str(steps)]
-    # A single rank has no other rank to copy experts to.
-    slots = arguments.slots if ranks > 1 else 0
-    switch_on = ["--moe-fssdp", "--moe-fssdp-slots", str(slots)]
-    record = ["--moe-fssdp-record", str(out / "run")]
-    record += ["--moe-fssdp-trace", f"{steps // 2}-{steps // 2 + 1}"]
-    transport = []
-    # Ranks that share a GPU have no p2p transport, see run_on_shared_gpu.py.
-    if arguments.gpus and ranks > arguments.gpus:
-        transport += ["--moe-fssdp-transport", "nvlink"]
-    if arguments.speeds is not None:
-        transport += ["--moe-fssdp-speeds", str(arguments.speeds.resolve())]
+    with mps() if ranks > gpus > 0 else contextlib.nullcontext({}) as of_mps:
+        place = Place(out, ranks, gpus, variables={**variables, **of_mps})
+        (stock, ours, resumed), balanced = _train_all(place, arguments)
 
-    flags = [*switch_on, *record, *transport]
-    stock, ours = launch(place, {"stock": (common, None), "fssdp": ([*common, *save], flags)})
-    (resumed,) = launch(place, {"stock-resumed": ([*common, *load], None)})
-    # Megatron's parser takes the last value of a flag that is given twice.
-    even = [*common, "--train-iters", str(min(BALANCED_STEPS, steps))]
-    even.append("--moe-router-force-load-balancing")
-    flags = [*switch_on, *transport]
-    jobs = {"stock-balanced": (even, None), "fssdp-balanced": (even, flags)}
-    balanced = Gain.of(*launch(place, jobs))
-
-    same = report(stock, ours, resumed, saved_at=steps, out=out)
+    limits = BF16_LIMITS if gpus else FP32_LIMITS
+    same = report(stock, ours, resumed, limits=limits, out=out)
     print()
     page = out / "report.html"
     command = [sys.executable, "-m", "megatron_hecate", "report", str(out / "run")]

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gloo_as_nccl import one_all_gather_each, uneven_all_gather
+import torch.distributed as dist
 from plain_adam import load_without_grad, use_plain_adam
 from torch.overrides import TorchFunctionMode
 
@@ -47,8 +47,8 @@ def install() -> None:
         _streams,
         _factories,
         _type_names,
-        uneven_all_gather,
-        one_all_gather_each,
+        _uneven_all_gather,
+        _one_all_gather_each,
         _no_compile,
     ):
         stand_in()
@@ -227,6 +227,58 @@ def _type_names() -> None:
         return name.replace("torch.", "torch.cuda.", 1)
 
     torch.Tensor.type = torch.nn.Parameter.type = type_
+
+
+def _uneven_all_gather() -> None:
+    """Emulate the all-gather of unequal tensors by an all-to-all.
+
+    gloo refuses it, NCCL emulates it, and expert tensor parallelism needs it.
+    """
+    original = dist.all_gather
+
+    def all_gather(
+        tensors: list[torch.Tensor], tensor: torch.Tensor, group: Any = None, async_op: bool = False
+    ) -> Any:
+        if len({t.shape for t in tensors}) <= 1:
+            return original(tensors, tensor, group=group, async_op=async_op)
+        assert not async_op
+        rows = [t.shape[0] for t in tensors]
+        out = tensor.new_empty((sum(rows), *tensor.shape[1:]))
+        copies = torch.cat([tensor] * len(tensors)).contiguous()
+        dist.all_to_all_single(out, copies, rows, [tensor.shape[0]] * len(tensors), group=group)
+        for t, part in zip(tensors, out.split(rows), strict=True):
+            t.copy_(part)
+        return None
+
+    dist.all_gather = dist.distributed_c10d.all_gather = all_gather
+
+
+class _Works(list[dist.Work]):
+    """Works that are waited for together."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+def _one_all_gather_each() -> None:
+    """Replace the coalesced all-gather by single ones.
+
+    gloo's corrupts the heap now and then when the next one is queued while it runs.
+    """
+
+    def all_gather_single_coalesced(
+        group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any = None
+    ) -> _Works:
+        one = dist.distributed_c10d.AllgatherOptions()
+        one.asyncOp = True
+        return _Works(
+            group._allgather_base(o, i, one) for o, i in zip(outputs, inputs, strict=True)
+        )
+
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+        if hasattr(dist.ProcessGroup, name):
+            setattr(dist.ProcessGroup, name, all_gather_single_coalesced)
 
 
 def _no_compile() -> None:

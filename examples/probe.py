@@ -68,15 +68,13 @@ class Probe:
     def _routed(self, router: Module, layer: int, routing_map: Tensor) -> None:
         """Count the tokens routed to each expert; ``routing_map``: [tokens, E] bool."""
         if router.training and self.step is not None:
-            counts = routing_map.sum(dim=0).tolist()
-            experts = self.step["experts"]
-            before = experts[layer] or [0] * len(counts)
-            experts[layer] = [a + b for a, b in zip(before, counts, strict=True)]
+            # Sums stay on the device until the step ends, so that the host does not wait for it.
+            self.step["experts"][layer] += routing_map.sum(dim=0)
 
     def _computed(self, experts: Module, layer: int, tokens_per_expert: Tensor) -> None:
         """Count the tokens that this rank computes."""
         if experts.training and self.step is not None:
-            self.step["computed"][layer] += int(tokens_per_expert.sum())
+            self.step["computed"][layer] += tokens_per_expert.sum()
 
     def microbatch_begins(self, *, training: bool) -> None:
         """Finish the last step and begin a new one with the first microbatch of a step."""
@@ -91,7 +89,7 @@ class Probe:
             self.step = {
                 "loss": 0.0,
                 "tokens": 0,
-                "experts": [None] * num,
+                "experts": [0] * num,
                 "computed": [0] * num,
                 "replica_bytes": 0,
             }
@@ -104,8 +102,8 @@ class Probe:
         def recorded(output: Tensor) -> tuple:
             loss, tokens, report = loss_func(output)
             if training:
-                self.step["loss"] += float(loss)
-                self.step["tokens"] += int(tokens)
+                self.step["loss"] += loss.detach()
+                self.step["tokens"] += tokens
                 self.step["replica_bytes"] = sum(_replica_bytes(layer) for layer in self.layers)
             return loss, tokens, report
 
@@ -114,8 +112,10 @@ class Probe:
     def _finish_step(self) -> None:
         """Write the line of the last step."""
         if self.step is not None:
-            self.step["seconds"] = time.perf_counter() - self.began
-            self.file.write(json.dumps(self.step) + "\n")
+            # Reading the sums waits for the device, so it precedes the end of the time.
+            values = {key: _numbers(value) for key, value in self.step.items()}
+            values["seconds"] = time.perf_counter() - self.began
+            self.file.write(json.dumps(values) + "\n")
             # A job that is killed leaves complete lines.
             self.file.flush()
 
@@ -126,13 +126,21 @@ class Probe:
         self._finish_step()
         if self.turns is not None:
             self.turns.end()
-        # Linux gives ru_maxrss in KiB.
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        # 0 on a CPU. Linux gives ru_maxrss in KiB.
+        peak = torch.cuda.max_memory_allocated()
+        peak = peak or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         homes = 0
         for layer in self.layers:
             homes += sum(p.numel() * p.element_size() for p in layer.experts.parameters())
-        self.file.write(json.dumps({"peak_rss": peak, "home_bytes": homes}) + "\n")
+        self.file.write(json.dumps({"peak_memory": peak, "home_bytes": homes}) + "\n")
         self.file.close()
+
+
+def _numbers(value: Any) -> Any:
+    """Convert a tensor, or a list of tensors, to numbers."""
+    if isinstance(value, list):
+        return [_numbers(item) for item in value]
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def _skew(layer: MoELayer, skew: float) -> None:
