@@ -51,8 +51,9 @@ def new_attempt(case: tiny_gpt.Case) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     leave_attempt()
     store = Path(os.environ["TEST_FOLDER"]) / f"attempt{next(_number)}"
+    backend = "cpu:gloo,cuda:nccl" if tiny_gpt.ON_GPU else "gloo"
     dist.init_process_group(
-        "gloo", f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+        backend, f"file://{store}", rank=rank, world_size=size, timeout=timedelta(seconds=60)
     )
     tiny_gpt.initialize(case)
 

@@ -1,0 +1,30 @@
+"""The cases of `test_on_shared_gpu` on CPU ranks, over gloo and TransformerEngine's Python, so that none fails by a slip.
+
+Oracle: as there. The transport ``nvlink`` runs its kernels' host build.
+"""
+
+from __future__ import annotations
+
+import pytest
+import test_on_shared_gpu
+from quick import quick
+from ranks import ranks
+
+pytestmark = pytest.mark.newest
+# Their quantizers, fused kernels and attention stand in on CPUs in tests of their own.
+GPU_ALONE = {"fp8-tensorwise", "fp8-blockwise", "fp8-blockwise-stored", "fp8-tensorwise-stored"}
+NAMES = [
+    f"{group} {name}"
+    for group, cases in test_on_shared_gpu.CASES.items()
+    for name in cases
+    if name not in GPU_ALONE
+]
+
+
+@pytest.mark.parametrize("name", quick(NAMES, ["layouts tp2", "life checkpoints"]))
+@ranks(4, preload="te", timeout=300)
+def test_a_case(name: str) -> None:
+    import tiny_gpt
+
+    tiny_gpt.install_fused_wgrad()
+    test_on_shared_gpu.compare(*name.split())
