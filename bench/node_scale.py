@@ -208,7 +208,7 @@ def measure(
         shapes = [dataclasses.replace(shape, **tiny) for shape in MODELS.values()]
     elif not shapes and ranks not in RECORDED:
         raise ValueError(
-            f"no sizes are recorded for {ranks} ranks of a GPU; start {list(RECORDED)} or pass shapes"
+            f"no sizes are recorded for {ranks} ranks of a GPU; start {list(RECORDED)} ranks"
         )
     shapes = shapes or [scaled(shape, RECORDED[ranks]) for shape in MODELS.values()]
     return measure_speeds(device, shapes, transport=transport)

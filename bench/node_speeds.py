@@ -52,7 +52,7 @@ def measure_speeds(device: torch.device, shapes: Sequence[Shape], *, transport: 
     x = torch.ones(floats, device=device)
     a = torch.randn(2 * width, width, device=device, dtype=_dtype(device))
     b = a[:width].clone()
-    return Machine(
+    machine = Machine(
         source=f"measured on {ranks} ranks of {name_of(device)}, {connection.name}",
         ranks=ranks,
         experts={shape.name: _experts_rate(shape, ranks, device) for shape in shapes},
@@ -62,6 +62,10 @@ def measure_speeds(device: torch.device, shapes: Sequence[Shape], *, transport: 
         back=line(*(pair[1] for pair in copies)),
         exchange=line(*(_exchange(count, ranks, device) for count in ends)),
     )
+    # The job that goes on shares the GPU's memory with the other ranks.
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return machine
 
 
 def _dtype(device: torch.device) -> torch.dtype:
@@ -79,6 +83,8 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
     """Time ``run`` on all ranks at once; returns the slowest rank's median, without launches."""
     for _ in range(WARM):
         run()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     began = time.perf_counter()
     run()
     # All streams sleep until even the slowest host has launched everything.
