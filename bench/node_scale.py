@@ -164,6 +164,8 @@ def rows(
             ranks_ratio=ours[part] / ours["GEMM"],
             quotient=quotient,
             verdict="agrees" if _is_near(quotient) else f"off by {quotient:.2f}",
+            # "assumed" or "measured"
+            speeds=machine.source.split()[0],
         )
         for part, quotient in quotients.items()
     ]
@@ -222,7 +224,7 @@ def table(shape: Shape, here: Shape, machine: Machine) -> None:
         f"{here.hidden}, ffn {shape.ffn} -> {here.ffn}, tokens {shape.tokens} -> {here.tokens}, "
         f"heads {shape.heads}/{shape.kv_heads} -> {here.heads}/{here.kv_heads}; experts of a layer "
         f"take {here.training_bytes / 1e9:.1f} GB of the GPU; "
-        + (f"scale off: {', '.join(off)}" if off else "headline")
+        + (f"scale off: {', '.join(off)}" if off else "all ratios agree")
     )
     printed = Table(f"scale of {here.name}, {machine.ranks} ranks")
     for row in rows(shape, here, machine):

@@ -138,6 +138,7 @@ def test_recorded_ranks_can_stand_for_a_node(name: str, count: int) -> None:
     assert here.hidden % 128 == here.ffn % 64 == here.tokens % 64 == here.heads % here.kv_heads == 0
     assert 3 * 2 * here.training_bytes < 70e9
     assert not agrees(shape, shape, machine), "the model's own sizes"
+    assert {row["speeds"] for row in rows(shape, here, machine)} == {"assumed"}
 
 
 @fast
@@ -273,4 +274,5 @@ def test_measured_on_cpu_ranks(transport: str) -> None:
     speeds += [link.bandwidth for link in (machine.fetch, machine.back, machine.exchange)]
     assert all(1e6 < speed < 1e13 for speed in speeds), speeds
     here = scaled(MODELS["qwen3"], machine)
-    assert len(rows(MODELS["qwen3"], here, machine)) == 7
+    table = rows(MODELS["qwen3"], here, machine)
+    assert [row["speeds"] for row in table] == ["measured"] * 7
