@@ -234,7 +234,7 @@ def _collective(call: Mapping[str, Any], span: Sequence[str]) -> tuple[str, tupl
     # Ranks may send different numbers of messages.
     if not name or not group or name.startswith(("send", "recv")):
         return kind, ()
-    return kind, (name, group, str(call.get("Process Group Ranks", "")))
+    return kind, (name, group, str(call.get("Process Group Ranks", "")), kind)
 
 
 def _spans_of(traces: Sequence[Trace]) -> list[list[tuple[int, int, str]]]:
