@@ -1,0 +1,409 @@
+"""Where a step's time goes: `bench/node_spans.py`.
+
+Oracle: random steps of a few hundred microseconds, looked at one microsecond after another by a rule written here.
+If a moment counted twice, or for a transfer that a GEMM hides, the table would send us after the wrong kernel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import json
+import random
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import node_spans
+import pytest
+import torch
+from node_spans import COLUMNS, Trace, category, rank_times, read, table, where_time_goes
+from torch.profiler import ProfilerActivity, profile, record_function
+
+pytestmark = pytest.mark.fast
+ROOT = Path(__file__).parents[2]
+# From traces of H100s, with the columns that a reader would expect.
+NAMES = {
+    "nvjet_hsh_128x256_64x4_2x1_v_bz_coopA_NNN": "GEMM",
+    "void cutlass::device_kernel<cutlass::gemm::kernel::GemmUniversal<cutlass::gemm::GroupProblem>": "GEMM",
+    "sm90_xmma_gemm_bf16f32_bf16f32_f32_tn_n_tilesize128x128x64_cublas": "GEMM",
+    "void cutlass::device_kernel<flash::FlashAttnBwd<flash::CollectiveMainloopBwd<2>>>": "attention",
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7": "attention",
+    "_unpermute_bwd_with_merging_probs_kernel": "permute and sort",
+    "_row_id_map_pass_1_kernel": "permute and sort",
+    "_sort_chunks_by_map_kernel": "permute and sort",
+    "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel>": "permute and sort",
+    "fssdp_quotas": "FSSDP routing",
+    "fssdp_reroute_gradient_32": "FSSDP routing",
+    "Memset (Device)": "gradient sums, zeroing",
+    "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>>": "gradient sums, zeroing",
+    "void multi_tensor_apply_kernel<TensorListMetadata<4>, AdamFunctor<float>>": "optimizer",
+    "void layer_norm::ln_fwd_kernel<layer_norm::Kernel_traits<__nv_bfloat16>>": "other compute",
+    "void at::native::sbtopk::gatherTopK<float, unsigned int, 2, false>": "other compute",
+    "Memcpy DtoH (Device -> Pinned)": "memory copies",
+}
+# First the one that a moment counts for.
+ORDER = [
+    *(
+        "GEMM",
+        "attention",
+        "permute and sort",
+        "FSSDP routing",
+        "gradient sums, zeroing",
+        "optimizer",
+    ),
+    *("other compute", "memory copies"),
+    *("token all-to-all, moving", "token all-to-all, waiting"),
+    *("gather of loads, moving", "gather of loads, waiting"),
+    *(
+        "FSSDP fetch, moving",
+        "FSSDP fetch, waiting",
+        "FSSDP return, moving",
+        "FSSDP return, waiting",
+    ),
+    *("FSSDP fetch or return, moving", "FSSDP fetch or return, waiting"),
+    *("other collectives, moving", "other collectives, waiting"),
+]
+EP = {"Process Group Name": "7", "Process Group Description": "EXPERT_MODEL_PARALLEL_GROUP"}
+OURS = {"Process Group Name": "9f", "Process Group Description": "fssdp transfers"}
+CALLS: dict[str, dict[str, Any]] = {
+    "token all-to-all": {"Collective name": "all_to_allv", "dtype": "BFloat16", **EP},
+    "gather of loads": {"Collective name": "_allgather_base", "dtype": "Int", **EP},
+    "other collectives": {"Collective name": "_allgather_base", "dtype": "BFloat16", **EP},
+}
+
+
+@dataclasses.dataclass
+class Rank:
+    """A trace file to be, in whole microseconds of the machine's clock.
+
+    Args:
+        base: ``baseTimeNanoseconds`` in microseconds.
+    """
+
+    begin: int
+    end: int
+    base: int = 0
+    events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.host("step", self.begin, self.end)
+
+    def _add(self, cat: str, name: str, begin: int, end: int, **args: Any) -> None:
+        event = {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "args": args}
+        self.events.append({**event, "ts": begin - self.base, "dur": end - begin})
+
+    def host(
+        self, name: str, begin: int, end: int, cat: str = "user_annotation", **args: Any
+    ) -> None:
+        self._add(cat, name, begin, end, **args)
+
+    def gpu(
+        self, name: str, begin: int, end: int, launched: int | None = None, **args: Any
+    ) -> None:
+        number = len(self.events)
+        cat = f"gpu_{name[:6].lower()}" if name.startswith("Mem") else "kernel"
+        self._add(cat, name, begin, end, correlation=number, stream=7, **args)
+        at = begin if launched is None else launched
+        self._add("cuda_runtime", "cudaLaunchKernel", at, at + 1, correlation=number)
+        # Another thread, such as that of the backward, is in no span.
+        if launched is None:
+            self.events[-1]["tid"] = 2
+
+    def text(self) -> str:
+        header = {"schemaVersion": 1, "baseTimeNanoseconds": self.base * 1000}
+        # Kineto writes numbers with three decimals, and other kinds of events too.
+        others = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]
+        others += [
+            {**self.events[0], "cat": "gpu_user_annotation"},
+            {"ph": "f", "id": 1, "cat": "ac2g"},
+        ]
+        return json.dumps({**header, "traceEvents": [*others, *self.events]})
+
+
+def traces_of(ranks: Sequence[Rank], folder: Path) -> list[Trace]:
+    for number, rank in enumerate(ranks):
+        path = folder / f"stock-rank{number}.json.gz"
+        path.write_bytes(gzip.compress(rank.text().encode()))
+    return node_spans.read_folder(folder)["stock"]
+
+
+def some_collectives(
+    draw: random.Random, ranks: Sequence[Rank], spans: Sequence[list[Any]]
+) -> None:
+    """Add collectives to all ranks; in ``spans`` with the part that a rank waits."""
+    for column, call in CALLS.items():
+        for _ in range(draw.randrange(4)):
+            # The next one of a kind begins later on all ranks, as on a stream.
+            first = max([30, *(end for of in spans for name, _, end, _ in of if name == column)])
+            times = []
+            for _ in ranks:
+                begin = first + draw.randrange(1, 55)
+                times.append((begin, begin + draw.randrange(1, 55)))
+            shortest = min(end - begin for begin, end in times)
+            for rank, of, (begin, end) in zip(ranks, spans, times, strict=True):
+                rank.gpu("ncclDevKernel_SendRecv", begin, end, **call, **{"Group size": len(ranks)})
+                of.append((column, begin, end, end - begin - shortest))
+
+
+def some_step(draw: random.Random) -> tuple[list[Rank], list[list[Any]]]:
+    """Make up ranks, and for each (column without its part, begin, end, of that waiting)."""
+    ranks = [
+        Rank(draw.randrange(30), draw.randrange(360, 420), draw.randrange(9)) for _ in range(3)
+    ]
+    spans: list[list[Any]] = [[] for _ in ranks]
+    some_collectives(draw, ranks, spans)
+    for rank, of in zip(ranks, spans, strict=True):
+        for _ in range(draw.randrange(14)):
+            name, column = draw.choice(list(NAMES.items()))
+            begin = draw.randrange(-20, 420)
+            end = begin + draw.randrange(40)
+            rank.gpu(name, begin, end)
+            of.append((column, begin, end, 0))
+        transfers = ("fetch", "gather"), ("return", "reduce")
+        # Spans of one thread do not overlap.
+        for (what, kernel), begin in zip(transfers, draw.sample(range(40, 300, 4), 2), strict=True):
+            length, later = draw.randrange(1, 50), draw.randrange(1, 50)
+            annotation = "spAG" if what == "fetch" else "spRS"
+            label = f"fssdp/{annotation} start layers.{what}"
+            rank.host(label, begin - 3, begin)
+            rank.gpu("fssdp_synchronize", begin, begin + length, launched=begin - 2)
+            rank.gpu(f"fssdp_{kernel}", begin + length, begin + length + later, launched=begin - 2)
+            of.append((f"FSSDP {what}", begin, begin + length, length))
+            of.append((f"FSSDP {what}", begin + length, begin + length + later, 0))
+    return ranks, spans
+
+
+def columns_running(of: Sequence[Any], moment: int) -> set[str]:
+    """The columns of what runs in the microsecond after ``moment``."""
+    running = set()
+    for column, begin, end, waiting in of:
+        if begin <= moment < end:
+            part = "waiting" if moment < begin + waiting else "moving"
+            running.add(column if column in NAMES.values() else f"{column}, {part}")
+    return running
+
+
+def naive(rank: Rank, of: Sequence[Any], *, begin: int, end: int) -> Counter[str]:
+    """Microseconds by column, one after another."""
+    counts: Counter[str] = Counter()
+    for moment in range(begin, end):
+        running = columns_running(of, moment)
+        if moment < rank.begin:
+            counts["wait for other ranks' start"] += 1
+        elif moment >= rank.end:
+            counts["wait for other ranks' end"] += 1
+        else:
+            counts[next((column for column in ORDER if column in running), "host gap")] += 1
+            for what in ("FSSDP fetch", "FSSDP return"):
+                counts[f"{what}, hidden and exposed"] += bool(
+                    {f"{what}, moving", f"{what}, waiting"} & running
+                )
+    return counts
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_columns_are_those_of_each_moment(seed: int, tmp_path: Path) -> None:
+    ranks, spans = some_step(random.Random(seed))
+    traces = traces_of(ranks, tmp_path)
+    begin, end = min(rank.begin for rank in ranks), max(rank.end for rank in ranks)
+    times = rank_times(traces)
+    for of_rank, rank, of in zip(times, ranks, spans, strict=True):
+        expected = naive(rank, of, begin=begin, end=end)
+        assert {
+            name: time for name, time in of_rank.items() if time and name != "step"
+        } == pytest.approx({name: count / 1000 for name, count in expected.items() if count})
+    means = where_time_goes(traces)
+    assert sum(means[column] for column in COLUMNS) == pytest.approx((end - begin) / 1000)
+    for name in ("step", *COLUMNS):
+        assert means[name] == pytest.approx(sum(of_rank[name] for of_rank in times) / 3)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kind_of_a_name(name: str) -> None:
+    assert category(name) == NAMES[name]
+
+
+def test_all_our_kernels_are_known() -> None:
+    """The sources' own names: a new or renamed kernel must not fall to other compute."""
+    command = ["g++", "-E", "-P", "-x", "c++", str(ROOT / "kernels" / "device.cu")]
+    source = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    launched = re.findall(
+        r'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+(\w+)\(', source
+    )
+    assert len(launched) == source.count("__global__") >= 11
+    assert all(name.startswith("fssdp_") for name in launched)
+    kinds = {name: category(name) for name in launched}
+    assert set(kinds.values()) == {
+        *("FSSDP routing", "FSSDP fetch", "FSSDP return", "FSSDP fetch or return")
+    }, kinds
+
+
+def test_messages_of_a_transfer_are_no_all_to_all(tmp_path: Path) -> None:
+    """Kernels of one name: the span of the launch, or the group, or the call tells which it is."""
+    ranks = [Rank(0, 100), Rank(0, 100)]
+    for number, rank in enumerate(ranks):
+        kernel = "ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)"
+        # The kernel of coalesced calls has no parameters itself; rank 1 arrives 4 us later.
+        rank.host("fssdp/late 3", 1, 9)
+        rank.host("fssdp/spAG start 3", 2, 8)
+        rank.host("record_param_comms", 3, 4, "cpu_op", **{"Collective name": "send", **OURS})
+        rank.gpu(kernel, 10 + 4 * number, 20, launched=5)
+        rank.gpu("Memcpy HtoD (Pinned -> Device)", 20, 21, launched=6)
+        rank.host("record_param_comms", 30, 31, "cpu_op", **{"Collective name": "recv", **OURS})
+        rank.host("record_param_comms", 32, 33, "cpu_op", **{"Collective name": "wait", **EP})
+        rank.gpu(kernel, 40, 41, launched=34)
+        rank.gpu(kernel, 50, 52, launched=50, **CALLS["token all-to-all"])
+        rank.host("fssdp/spRS start 3", 58, 60)
+        rank.gpu("void at::native::CUDAFunctor_add<float>", 60, 65, launched=59)
+        homes = {"Process Group Description": "fssdp homes", "Process Group Name": "h"}
+        rank.gpu(kernel, 70, 78, **{**CALLS["token all-to-all"], **homes})
+    first, second = rank_times(traces_of(ranks, tmp_path))
+    expected = {
+        "step": 100,
+        "FSSDP fetch, moving": 7,
+        "FSSDP fetch, hidden and exposed": 7,
+        "FSSDP fetch or return, moving": 1,
+        "FSSDP fetch or return, hidden and exposed": 1,
+        "token all-to-all, moving": 2,
+        "FSSDP return, moving": 5,
+        "FSSDP return, hidden and exposed": 5,
+        "other collectives, moving": 8,
+        "host gap": 77,
+    }
+    assert {name: time * 1000 for name, time in second.items() if time} == pytest.approx(expected)
+    assert first["FSSDP fetch, waiting"] == pytest.approx(0.004)
+
+
+def test_transfers_without_a_rank_are_matched_by_number(tmp_path: Path) -> None:
+    """Rank 1 takes no part in the first of two fetches of a layer."""
+    ranks = [Rank(0, 100), Rank(0, 100)]
+    for begin, lengths in ((10, (20, None)), (50, (9, 4))):
+        for rank, length in zip(ranks, lengths, strict=True):
+            rank.host("fssdp/spAG start 3", begin, begin + 3)
+            if length is not None:
+                rank.gpu(
+                    "ncclDevKernel_SendRecv", begin + 5, begin + 5 + length, launched=begin + 1
+                )
+    waits = [
+        of_rank["FSSDP fetch, waiting"] * 1000 for of_rank in rank_times(traces_of(ranks, tmp_path))
+    ]
+    assert waits == pytest.approx([5, 0])
+
+
+def test_what_a_gemm_covers_is_hidden(tmp_path: Path) -> None:
+    rank = Rank(0, 100)
+    rank.gpu("fssdp_gather", 10, 50)
+    rank.gpu("nvjet_hsh", 20, 50)
+    (trace,) = traces_of([rank], tmp_path)
+    (row,) = [
+        row
+        for row in table({"a": [trace], "b": [trace]}, layers=2, microbatches=5)
+        if row["ms of a step"] == "FSSDP fetch, hidden share"
+    ]
+    assert row["a"] == row["b"] == pytest.approx(0.75)
+    assert row["a, per layer and microbatch"] is None
+    step = table({"a": [trace]}, layers=2, microbatches=5)[0]
+    assert step == {"ms of a step": "step", "a": 0.1, "a, per layer and microbatch": 0.01}
+
+
+def test_a_trace_of_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of torch's own profiler; nothing runs on a GPU."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        torch.ones(8).sum()
+        with record_function("step"):
+            torch.ones(64, 64) @ torch.ones(64, 64)
+    path = tmp_path / "stock-rank0.json.gz"
+    profiler.export_chrome_trace(str(path))
+    trace = read(path)
+    (step,) = [event for event in profiler.events() if event.name == "step"]
+    times = where_time_goes([trace])
+    assert times["host gap"] * 1000 == pytest.approx(step.time_range.elapsed_us(), abs=0.01)
+    assert {name for name, time in times.items() if time} == {"step", "host gap"}
+    node_spans.main([str(tmp_path), "--layers", "2", "--microbatches", "1", "--ranks"])
+    assert "| host gap |" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_a_truncated_file_is_named(compress: bool, tmp_path: Path) -> None:
+    data = Rank(0, 100).text().encode()
+    path = tmp_path / ("a-rank0.json.gz" if compress else "a-rank0.json")
+    whole = gzip.compress(data) if compress else data
+    for size in range(0, len(whole), 7):
+        path.write_bytes(whole[:size])
+        with pytest.raises(
+            ValueError, match=r"^\S+/a-rank0\.json\S* is no trace .* export it again$"
+        ):
+            read(path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "[]", '{"traceEvents": [1]}', '{"traceEvents": []}', "null", '{"traceEvents": [{"ph": "X", "cat": "kernel"}]}',
+        '{"traceEvents": [{"ph": "X", "cat": "kernel", "name": 1, "pid": 0, "tid": 0, "ts": "0"}]}',
+    ],
+)  # fmt: skip
+def test_another_file_is_named(change: str, tmp_path: Path) -> None:
+    path = tmp_path / "a-rank0.json"
+    path.write_text(change)
+    with pytest.raises(ValueError, match=r"a-rank0\.json is no trace .* export it again$"):
+        read(path)
+
+
+def test_an_empty_description_is_read(tmp_path: Path) -> None:
+    """Kineto writes nothing at all for an empty text."""
+    rank = Rank(0, 100)
+    rank.gpu(
+        "ncclDevKernel_SendRecv",
+        10,
+        20,
+        **{**CALLS["token all-to-all"], "Process Group Description": ""},
+    )
+    path = tmp_path / "a-rank0.json"
+    path.write_text(rank.text().replace('Description": ""', 'Description": '))
+    assert where_time_goes([read(path)])["token all-to-all, moving"] == pytest.approx(0.01)
+
+
+def test_ranks_that_do_not_fit_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    twice, once = Rank(0, 100), Rank(0, 100)
+    for begin, rank in ((10, twice), (20, twice), (10, once)):
+        rank.gpu("ncclDevKernel_SendRecv", begin, begin + 5, **CALLS["token all-to-all"])
+    traces = traces_of([twice, once], tmp_path)
+    message = r"all_to_allv of process group 7: 1 in stock-rank1.json.gz, 2 in stock-rank0.json.gz"
+    with pytest.raises(ValueError, match=message):
+        where_time_goes(traces)
+    alone = Rank(0, 100)
+    alone.gpu("ncclDevKernel_SendRecv", 1, 5, **CALLS["token all-to-all"], **{"Group size": 4})
+    with pytest.raises(ValueError, match="by 1 ranks of 4; export"):
+        where_time_goes(traces_of([alone], tmp_path)[:1])
+    later = traces_of([Rank(0, 100), Rank(200, 300)], tmp_path)
+    with pytest.raises(ValueError, match=r"rank1\S* begins after the end of stock-rank0"):
+        where_time_goes(later)
+    with pytest.raises(ValueError, match="no traces"):
+        where_time_goes([])
+    with pytest.raises(ValueError, match="layers=0"):
+        table({}, layers=0, microbatches=1)
+    for names, reason in (((), "has no traces"), (("a-rank0", "a-rank2"), r"a has ranks \[0, 2\]")):
+        folder = tmp_path / str(len(names))
+        folder.mkdir()
+        for name in names:
+            (folder / f"{name}.json").write_text(Rank(0, 9).text())
+        with pytest.raises(SystemExit):
+            node_spans.main([str(folder), "--layers", "1", "--microbatches", "1"])
+        assert re.search(reason, capsys.readouterr().err)
+
+
+def test_names_to_mend_are_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rank = Rank(0, 1000)
+    for number in range(1, 8):
+        rank.gpu(f"strange_{number}", 100 * number, 100 * number + number)
+    traces_of([rank], tmp_path)
+    node_spans.main([str(tmp_path), "--layers", "1", "--microbatches", "1"])
+    printed = re.findall(r"strange_\d", capsys.readouterr().out)
+    assert printed == [f"strange_{number}" for number in (7, 6, 5, 4, 3)]
