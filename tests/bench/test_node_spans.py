@@ -107,8 +107,8 @@ class Rank:
         number = len(self.events)
         cat = f"gpu_{name[:6].lower()}" if name.startswith("Mem") else "kernel"
         self._add(cat, name, begin, end, correlation=number, stream=7, **args)
-        at = begin if launched is None else launched
-        self._add("cuda_runtime", "cudaLaunchKernel", at, at + 1, correlation=number)
+        start = begin if launched is None else launched
+        self._add("cuda_runtime", "cudaLaunchKernel", start, start + 1, correlation=number)
         # Another thread, such as that of the backward, is in no span.
         if launched is None:
             self.events[-1]["tid"] = 2
@@ -138,15 +138,17 @@ def some_collectives(
     for column, call in CALLS.items():
         for _ in range(draw.randrange(4)):
             # The next one of a kind begins later on all ranks, as on a stream.
-            first = max([30, *(end for of in spans for name, _, end, _ in of if name == column)])
+            first = max(
+                [30, *(end for timeline in spans for name, _, end, _ in timeline if name == column)]
+            )
             times = []
             for _ in ranks:
                 begin = first + draw.randrange(1, 55)
                 times.append((begin, begin + draw.randrange(1, 55)))
             shortest = min(end - begin for begin, end in times)
-            for rank, of, (begin, end) in zip(ranks, spans, times, strict=True):
+            for rank, timeline, (begin, end) in zip(ranks, spans, times, strict=True):
                 rank.gpu("ncclDevKernel_SendRecv", begin, end, **call, **{"Group size": len(ranks)})
-                of.append((column, begin, end, end - begin - shortest))
+                timeline.append((column, begin, end, end - begin - shortest))
 
 
 def some_step(draw: random.Random) -> tuple[list[Rank], list[list[Any]]]:
@@ -156,13 +158,13 @@ def some_step(draw: random.Random) -> tuple[list[Rank], list[list[Any]]]:
     ]
     spans: list[list[Any]] = [[] for _ in ranks]
     some_collectives(draw, ranks, spans)
-    for rank, of in zip(ranks, spans, strict=True):
+    for rank, timeline in zip(ranks, spans, strict=True):
         for _ in range(draw.randrange(14)):
             name, column = draw.choice(list(NAMES.items()))
             begin = draw.randrange(-20, 420)
             end = begin + draw.randrange(40)
             rank.gpu(name, begin, end)
-            of.append((column, begin, end, 0))
+            timeline.append((column, begin, end, 0))
         transfers = ("fetch", "gather"), ("return", "reduce")
         # Spans of one thread do not overlap.
         for (what, kernel), begin in zip(transfers, draw.sample(range(40, 300, 4), 2), strict=True):
@@ -172,26 +174,26 @@ def some_step(draw: random.Random) -> tuple[list[Rank], list[list[Any]]]:
             rank.host(label, begin - 3, begin)
             rank.gpu("fssdp_synchronize", begin, begin + length, launched=begin - 2)
             rank.gpu(f"fssdp_{kernel}", begin + length, begin + length + later, launched=begin - 2)
-            of.append((f"FSSDP {what}", begin, begin + length, length))
-            of.append((f"FSSDP {what}", begin + length, begin + length + later, 0))
+            timeline.append((f"FSSDP {what}", begin, begin + length, length))
+            timeline.append((f"FSSDP {what}", begin + length, begin + length + later, 0))
     return ranks, spans
 
 
-def columns_running(of: Sequence[Any], moment: int) -> set[str]:
+def columns_running(timeline: Sequence[Any], moment: int) -> set[str]:
     """The columns of what runs in the microsecond after ``moment``."""
     running = set()
-    for column, begin, end, waiting in of:
+    for column, begin, end, waiting in timeline:
         if begin <= moment < end:
             part = "waiting" if moment < begin + waiting else "moving"
             running.add(column if column in NAMES.values() else f"{column}, {part}")
     return running
 
 
-def naive(rank: Rank, of: Sequence[Any], *, begin: int, end: int) -> Counter[str]:
+def naive(rank: Rank, timeline: Sequence[Any], *, begin: int, end: int) -> Counter[str]:
     """Microseconds by column, one after another."""
     counts: Counter[str] = Counter()
     for moment in range(begin, end):
-        running = columns_running(of, moment)
+        running = columns_running(timeline, moment)
         if moment < rank.begin:
             counts["wait for other ranks' start"] += 1
         elif moment >= rank.end:
@@ -211,8 +213,8 @@ def test_columns_are_those_of_each_moment(seed: int, tmp_path: Path) -> None:
     traces = traces_of(ranks, tmp_path)
     begin, end = min(rank.begin for rank in ranks), max(rank.end for rank in ranks)
     times = rank_times(traces)
-    for of_rank, rank, of in zip(times, ranks, spans, strict=True):
-        expected = naive(rank, of, begin=begin, end=end)
+    for of_rank, rank, timeline in zip(times, ranks, spans, strict=True):
+        expected = naive(rank, timeline, begin=begin, end=end)
         assert {
             name: time for name, time in of_rank.items() if time and name != "step"
         } == pytest.approx({name: count / 1000 for name, count in expected.items() if count})
@@ -279,7 +281,7 @@ def test_messages_of_a_transfer_are_no_all_to_all(tmp_path: Path) -> None:
 
 
 def test_transfers_without_a_rank_are_matched_by_number(tmp_path: Path) -> None:
-    """Rank 1 takes no part in the first of two fetches of a layer."""
+    """Rank 1 takes no part in the first of two fetches of a layer, nor in the second's last round."""
     ranks = [Rank(0, 100), Rank(0, 100)]
     for begin, lengths in ((10, (20, None)), (50, (9, 4))):
         for rank, length in zip(ranks, lengths, strict=True):
@@ -288,6 +290,7 @@ def test_transfers_without_a_rank_are_matched_by_number(tmp_path: Path) -> None:
                 rank.gpu(
                     "ncclDevKernel_SendRecv", begin + 5, begin + 5 + length, launched=begin + 1
                 )
+    ranks[0].gpu("ncclDevKernel_SendRecv", 70, 73, launched=52)
     waits = [
         of_rank["FSSDP fetch, waiting"] * 1000 for of_rank in rank_times(traces_of(ranks, tmp_path))
     ]
