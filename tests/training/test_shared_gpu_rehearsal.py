@@ -12,7 +12,7 @@ from ranks import ranks
 
 pytestmark = pytest.mark.newest
 # Their quantizers, fused kernels and attention stand in on CPUs in tests of their own.
-GPU_ALONE = {"fp8-tensorwise", "fp8-blockwise", "fp8-blockwise-stored", "fp8-tensorwise-stored"}
+GPU_ALONE = {"permute-fusion", *test_on_shared_gpu.CASES["precisions"]}
 NAMES = [
     f"{group} {name}"
     for group, cases in test_on_shared_gpu.CASES.items()

@@ -1,0 +1,153 @@
+"""`bench/node.py`: routes are equal for all ways, dealt ones even; the whole benchmark, rehearsed on 2 CPU ranks.
+
+Oracles: softmax, a search over all ways to deal, counts of a router's own top k.
+"""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from node_routes import EVEN, Popularity, imbalance
+from ranks import ranks
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.fast
+def test_popularities_are_those_of_the_softmax() -> None:
+    popularity = Popularity(experts=16, top_k=1, alpha=1.2)
+    logarithms = popularity.logarithms(0, 3)
+    expected = np.exp(logarithms) / np.exp(logarithms).sum()
+    assert popularity.shares(logarithms) == pytest.approx(expected, abs=0.01)
+
+
+@pytest.mark.fast
+def test_popularities_change_with_steps_layers_and_jumps() -> None:
+    popularity = Popularity(experts=64, top_k=6, jump=10)
+    now = popularity.logarithms(0, 8)
+    assert np.array_equal(now, Popularity(experts=64, top_k=6, jump=10).logarithms(0, 8))
+    drifted = np.corrcoef(now, popularity.logarithms(0, 9))[0, 1]
+    assert 0.9 < drifted < 1
+    assert abs(np.corrcoef(now, popularity.logarithms(0, 10))[0, 1]) < 0.5
+    assert abs(np.corrcoef(now, popularity.logarithms(1, 8))[0, 1]) < 0.5
+    even = Popularity(experts=64, top_k=6, alpha=0.0).logarithms(0, 8)
+    assert np.ptp(even) == 0
+
+
+@pytest.mark.fast
+def test_recorded_popularities() -> None:
+    recorded = Popularity(experts=64, top_k=6, recorded=True)
+    shares = recorded.shares(recorded.logarithms(0, 20))
+    assert imbalance(shares.reshape(8, -1).sum(axis=1)) > 1.2
+    with pytest.raises(ValueError, match="has 64 experts, the model 128"):
+        Popularity(experts=128, top_k=8, recorded=True).logarithms(0, 0)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("experts", "num_ranks", "top_k"), [(128, 8, 8), (64, 4, 6), (32, 8, 8)])
+def test_dealt_popularities_are_the_same_and_even(experts: int, num_ranks: int, top_k: int) -> None:
+    popularity = Popularity(experts=experts, top_k=top_k)
+    for step in range(5):
+        logarithms = popularity.logarithms(1, step)
+        dealt = popularity.deal(logarithms, num_ranks)
+        shares = np.sort(popularity.shares(logarithms))
+        # the hottest expert, with the least popular ones beside it
+        least = shares[-1] + shares[: experts // num_ranks - 1].sum()
+        if least * num_ranks > EVEN:
+            assert np.ptp(dealt) == 0
+            continue
+        assert np.array_equal(np.sort(dealt), np.sort(logarithms))
+        routed = popularity.shares(logarithms).reshape(num_ranks, -1).sum(axis=1)
+        even = popularity.shares(dealt).reshape(num_ranks, -1).sum(axis=1)
+        assert imbalance(even) < 1.03 < imbalance(routed)
+
+
+@pytest.mark.fast
+def test_popularities_that_cannot_be_dealt_become_equal() -> None:
+    """One expert a rank, as Mixtral at EP 8. Oracle: no way to deal is even."""
+    popularity = Popularity(experts=4, top_k=1, alpha=1.0)
+    logarithms = popularity.logarithms(0, 0)
+    shares = popularity.shares(logarithms)
+    for order in itertools.permutations(range(4)):
+        assert imbalance(shares[list(order)].reshape(4, 1).sum(axis=1)) > EVEN
+    assert np.ptp(popularity.deal(logarithms, 4)) == 0
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_each_model_routes_alike() -> None:
+    """Two routers, in two orders of steps. Oracle: top k of what each gating returns, counted over ranks."""
+    import tiny_gpt  # noqa: F401, puts the CPU behind torch.cuda
+    import torch
+    import torch.distributed as dist
+    from node_routes import LayerRoutes
+
+    popularity = Popularity(experts=16, top_k=2)
+    tokens, microbatches = 32, 3
+    seen: dict[tuple[int, int], torch.Tensor] = {}
+    for steps in ((0, 1), (1, 0)):
+        router: Any = SimpleNamespace(gating=torch.nn.Linear(8, 16, bias=False).double())
+        routes = LayerRoutes(router, 1, rank=dist.get_rank())
+        for step in steps:
+            routes.begin_step(
+                step, popularity.logarithms(1, step), tokens=tokens, microbatches=microbatches
+            )
+            counts = torch.zeros(16)
+            for microbatch in range(microbatches):
+                hidden = torch.zeros(tokens, 1, 8, dtype=torch.double)
+                chosen = router.gating(hidden).topk(2, dim=-1).indices
+                counts += torch.bincount(chosen.flatten(), minlength=16)
+                known = seen.setdefault((step, microbatch), chosen)
+                assert torch.equal(known, chosen)
+            dist.all_reduce(counts)
+            loads = routes.loads(2, 2, group=dist.group.WORLD)
+            assert loads.tolist() == counts.reshape(2, 8).sum(dim=1).tolist()
+    assert not torch.equal(seen[0, 0], seen[0, 1]) and not torch.equal(seen[0, 0], seen[1, 0])
+
+
+@pytest.mark.newest
+def test_all_of_it_without_a_gpu(tmp_path: Path) -> None:
+    """Every way computes with replicas where routing is skewed; the columns of a traced step sum to it."""
+    command = [sys.executable, "bench/node.py", "--tiny", "--steps=2", "--warmup=2", "--alpha=1.5"]
+    command += ["--microbatches=2", "--regimes=gpu,balanced", f"--profile={tmp_path}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in done.stdout.splitlines()
+        if line.startswith("| ")
+    ]
+    skewed, balanced, spans = _tables(rows)
+    ways = ["stock", "ideal", "nvlink", "p2p", "nvlink:layer", "nvlink:late"]
+    assert [row["way"] for row in skewed] == [row["way"] for row in balanced] == ways
+    by_way = {row["way"]: row for row in skewed}
+    assert float(by_way["ideal"]["routed"]) < float(by_way["stock"]["routed"])
+    for way in ways[2:]:
+        assert float(by_way[way]["replicas"]) > 0, way
+        assert by_way[way]["routed"] == by_way["stock"]["routed"]
+        assert float(by_way[way]["computed"]) < float(by_way["stock"]["computed"])
+    names = [name for name in spans[0] if name != "ms of a step" and "per layer" not in name]
+    assert sorted(names) == sorted(way.replace(":", "-") for way in ways)
+    for name in names:
+        step, *parts = (float(row[name].replace(",", "")) for row in spans)
+        assert sum(parts) == pytest.approx(step, rel=1e-2)
+
+
+def _tables(rows: list[list[str]]) -> list[list[dict[str, str]]]:
+    """Split rows at their heads, whose first cell is that of a table of `node` or `node_spans`."""
+    tables: list[list[dict[str, str]]] = []
+    head: list[str] = []
+    for row in rows:
+        if row[0] in ("way", "ms of a step"):
+            head = row
+            tables.append([])
+        elif tables and len(row) == len(head):
+            tables[-1].append(dict(zip(head, row, strict=True)))
+    return tables
