@@ -56,6 +56,7 @@ PATH = os.pathsep.join(
 )
 # folder in which `gpu_bundle.py --install` puts packages that the machine lacks (its SITE)
 SITE = ROOT / "build" / "gpu-site"
+NCCL = SITE / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
 # PR_SET_PDEATHSIG of prctl
 DIE_WITH_PARENT = 1
 
@@ -141,6 +142,9 @@ def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> En
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    # An NCCL that ranks may share a GPU with, where torch's own is older (docs/gpu.md).
+    if NCCL.exists():
+        environment.setdefault("HECATE_NCCL", str(NCCL))
     environment |= {"PATH": PATH, rows.FILE: str(folder.rows), rows.PART: part.name}
     # Tests take no flags.
     if tiny:

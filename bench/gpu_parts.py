@@ -30,18 +30,72 @@ class Part:
 
 
 TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")
+# Ranks share the GPU over NCCL (`run_on_shared_gpu`).
+NODE = (*TRANSFORMER_ENGINE, "megatron")
 VIRTUAL = "python -m pytest -q tests/comm/test_virtual_ranks.py -k"
+
+
+def _parity(group: str, seconds: int) -> Part:
+    """Return the part that trains a group of cases of `test_on_shared_gpu`."""
+    return Part(
+        f"parity-{group}",
+        f"stock Megatron and FSSDP train the same model, 4 ranks, both transports: {group}",
+        f"python -m pytest -q -rA tests/training/test_on_shared_gpu.py -k {group}",
+        seconds,
+        r"1 passed",
+        NODE,
+    )
+
+
+def _steps(model: str, ranks: int, seconds: int, options: str = "") -> Part:
+    """Return the part that times steps of a model."""
+    return Part(
+        f"steps-{model}-{ranks}",
+        f"step time and where it goes: stock, ideal, FSSDP in turns, shapes of {model}, {ranks} "
+        "ranks",
+        f"python bench/node.py --model {model} --ranks {ranks} "
+        f"--profile build/gpu/traces-{model}-{ranks} {options}".strip(),
+        seconds,
+        r"ratios agree|scale off",
+        NODE,
+    )
+
+
 COMMANDS: dict[str, tuple[Part, ...]] = {
     "1": (
         Part(
             "check",
-            "what is here, and that the kernels compile for it",
+            "what is here, and that planner and kernels compile for it",
             "python -m megatron_hecate check",
-            60,
+            90,
             "GPUs: compiled for sm_",
-            # 1: no Megatron, which only the demo needs
+            # 1: no Megatron, which only some parts need
             statuses=(0, 1),
         ),
+        _parity("layouts", 240),
+        _parity("life", 120),
+        _parity("settings", 150),
+    ),
+    "2": (
+        _steps("qwen3", 8, 200),
+        _steps("mixtral", 8, 150),
+        _steps("dsv3", 8, 200),
+    ),
+    "3": (
+        _steps("qwen3", 4, 150, "--jump 8 --regimes gpu"),
+        Part(
+            "demo",
+            "megatron.training.pretrain, stock and FSSDP, 4 ranks: the same model, and step times",
+            "python examples/demo.py --gpus 1 --ranks 4 --steps 20 --data tests "
+            "--out build/gpu-demo",
+            240,
+            "FSSDP trained the same model",
+            ("megatron",),
+        ),
+        _parity("schedules", 150),
+        _parity("precisions", 150),
+    ),
+    "4": (
         Part(
             "values",
             "transfers at random placements are bitwise right, ranks of one launch",
@@ -59,11 +113,51 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         ),
         Part(
             "rates",
-            "rates of fetches and returns, 1 to 132 blocks and copy engines, against NVLink and "
-            "the GPU's own copy",
+            "rates of fetches and returns, 1 to 132 blocks, against NVLink and the GPU's own copy",
             "python bench/kernels.py --parts rates {tiny}",
             75,
             r"verdicts are made",
+        ),
+        Part(
+            "overlap",
+            "how much longer GEMMs take beside copies",
+            "python bench/kernels.py --parts overlap {tiny}",
+            90,
+            r"copies lasted as long as the GEMMs",
+        ),
+        Part(
+            "gemm",
+            "TransformerEngine's grouped GEMM with replicas against the same tokens without",
+            "python bench/experts_gemm.py",
+            60,
+            r"Mixtral",
+            TRANSFORMER_ENGINE,
+        ),
+        Part(
+            "host",
+            "CPU time that FSSDP adds to a layer over TransformerEngine",
+            "python bench/host.py --gpu --experts TEGroupedMLP --homes 8 --microbatches 4",
+            120,
+            r"\| replicas \|",
+            NODE,
+        ),
+    ),
+    "5": (
+        Part(
+            "processes",
+            "symmetric memory and streams between processes on one GPU; a peer that does not "
+            "come is named",
+            "python -m pytest -q tests/comm/test_on_gpu.py -k 'not out_of_bounds and not race'",
+            100,
+            r"\d passed",
+        ),
+        Part(
+            "sizes",
+            "transfers of experts of real size are bitwise right: Mixtral-8x7B, DeepSeek-V3, "
+            "Qwen3-30B-A3B",
+            f"{VIRTUAL} 'real_size and cuda'",
+            150,
+            r"3 passed",
         ),
         Part(
             "report",
@@ -81,31 +175,6 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             r"fssdp_reduce|cannot profile here",
             ("ncu",),
         ),
-    ),
-    "2": (
-        Part(
-            "sizes",
-            "transfers of experts of real size are bitwise right: Mixtral-8x7B, DeepSeek-V3, "
-            "Qwen3-30B-A3B",
-            f"{VIRTUAL} 'real_size and cuda'",
-            150,
-            r"3 passed",
-        ),
-        Part(
-            "overlap",
-            "how much longer GEMMs take beside copies",
-            "python bench/kernels.py --parts overlap {tiny}",
-            90,
-            r"copies lasted as long as the GEMMs",
-        ),
-        Part(
-            "step",
-            "a MoE layer forward and backward with and without replicas, eager and in a graph, "
-            "and the host's time",
-            "python bench/step.py {tiny}",
-            240,
-            r"values with replicas, and of replays, are those without",
-        ),
         Part(
             "races",
             "no race in the quotas, in shared memory",
@@ -113,35 +182,6 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             60,
             r"1 passed",
             ("compute-sanitizer",),
-        ),
-    ),
-    "3": (
-        Part(
-            "processes",
-            "symmetric memory and streams between processes on one GPU; a peer that does not "
-            "come is named",
-            "python -m pytest -q tests/comm/test_on_gpu.py -k 'not out_of_bounds and not race'",
-            100,
-            r"3 passed",
-        ),
-        Part(
-            "demo",
-            "stock Megatron and our layers train the same model (one rank has no peer, so no "
-            "replicas)",
-            "python examples/demo.py --gpus 1 --steps 20 --data tests --out build/gpu-demo",
-            140,
-            "FSSDP trained the same model",
-            ("megatron",),
-        ),
-        Part(
-            "replicas",
-            "stock Megatron and FSSDP with replicas train the same model: 4 ranks share the "
-            "GPU, gloo instead of NCCL",
-            "python examples/demo.py --gpus 1 --ranks 4 --steps 10 --data tests "
-            "--out build/gpu-replicas --speeds tests/data/free_copies.json",
-            180,
-            "FSSDP trained the same model",
-            ("megatron",),
         ),
         Part(
             "sanitizer",
@@ -152,33 +192,6 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             ("compute-sanitizer",),
         ),
     ),
-    "4": (
-        Part(
-            "gemm",
-            "TransformerEngine's grouped GEMM with replicas against the same tokens without",
-            "python bench/experts_gemm.py",
-            60,
-            r"Mixtral",
-            TRANSFORMER_ENGINE,
-        ),
-        Part(
-            "te",
-            "stock Megatron and FSSDP over TransformerEngine's kernels train the same model: "
-            "21 settings, 4 ranks",
-            "python -m pytest -q -n 4 -rA tests/training/test_on_shared_gpu.py",
-            300,
-            r"4 passed",
-            (*TRANSFORMER_ENGINE, "megatron", "xdist"),
-        ),
-        Part(
-            "host",
-            "CPU time that FSSDP adds to a layer over TransformerEngine",
-            "python bench/host.py --gpu --experts TEGroupedMLP --homes 8 --microbatches 4",
-            120,
-            r"\| replicas \|",
-            (*TRANSFORMER_ENGINE, "megatron"),
-        ),
-    ),
 }
 # minutes of each command
-MINUTES = {"1": 6.0, "2": 9.0, "3": 9.0, "4": 9.0}
+MINUTES = {"1": 7.0, "2": 8.0, "3": 9.0, "4": 8.0, "5": 8.0}

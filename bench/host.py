@@ -17,7 +17,7 @@ rank computes only the slots that it fills.
 
 Grouped experts run TransformerEngine's Python over torch (``tests/support/cpu/te_on_cpu.py``), with
 fused weight gradients. On a GPU all layers are TransformerEngine's own, backwards run in the main
-thread, waiting for the GPU takes no CPU time, and gloo stands in for NCCL.
+thread, and waiting for the GPU takes no CPU time.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, TypeVar
 
-from launch import again_on_ranks
+from launch import again_on_gpus, again_on_ranks
 
 T = TypeVar("T")
 
@@ -90,9 +90,9 @@ def _start_on_gpu() -> None:
     assert status == 0, f"cudaSetDeviceFlags returned {status}"
     # Only the main thread is timed, so backwards must run in it.
     torch.autograd.set_multithreading_enabled(False)
-    import run_on_shared_gpu
+    import torch.distributed as dist
 
-    run_on_shared_gpu.start_process_group()
+    dist.init_process_group("cpu:gloo,cuda:nccl")
 
 
 def tiny_case(
@@ -411,11 +411,9 @@ def main() -> int:
     if "RANK" in os.environ:
         measure(arguments)
         return 0
-    environment: dict[str, str] = {}
-    # Compilation by TorchDynamo would take longer than the measured steps.
     if arguments.gpu:
-        environment = {"CUDA_VISIBLE_DEVICES": "0", "TORCHDYNAMO_DISABLE": "1"}
-    return again_on_ranks(__file__, 2, **environment)
+        return again_on_gpus(__file__, 2)
+    return again_on_ranks(__file__, 2)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ from statistics import median, quantiles
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "bench"), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from launch import FOLDERS, again_on_ranks  # noqa: E402
+from launch import again_on_gpus, again_on_ranks  # noqa: E402
 from node_models import Model, batches, make_case, start  # noqa: E402
 
 WAYS = ("nvlink", "p2p", "nvlink:layer", "nvlink:late")
@@ -330,15 +330,7 @@ def main() -> int:
         return 0
     if arguments.tiny:
         return again_on_ranks(__file__, 2)
-    import run_on_shared_gpu
-
-    path = os.pathsep.join([*(str(ROOT / folder) for folder in FOLDERS), *sys.path])
-    os.environ |= {"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", "TORCHDYNAMO_DISABLE": "1"}
-    try:
-        return run_on_shared_gpu.start(arguments.ranks, [__file__, *sys.argv[1:]])
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 2
+    return again_on_gpus(__file__, arguments.ranks)
 
 
 if __name__ == "__main__":

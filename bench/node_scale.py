@@ -1,7 +1,7 @@
 """Choose the sizes of a layer so that ranks of a part of one GPU stand for a node's GPUs.
 
     python bench/node_scale.py [--ranks 8] [--model qwen3] [--tokens 4096]
-    torchrun --nproc-per-node 8 bench/node_scale.py --measure
+    python bench/node_scale.py --ranks 8 --measure          on the GPU here
 
 Several NCCL ranks share one GPU, and each has a part of its multiprocessors (MPS). Such a rank is
 like a GPU of a node only if the parts of a step have the same ratios there. The parts, of one layer
@@ -38,6 +38,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
+from launch import again_on_gpus  # noqa: E402
 from node_machine import (  # noqa: E402
     MODELS,
     RECORDED,
@@ -237,12 +238,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, choices=RECORDED, help="4 and 8 by default")
     parser.add_argument("--model", choices=MODELS, help="all by default")
     parser.add_argument("--tokens", type=int, default=4096, help="of a rank and microbatch")
-    parser.add_argument("--measure", action="store_true", help="under torchrun")
+    parser.add_argument("--measure", action="store_true", help="measure speeds here, on --ranks")
     parser.add_argument("--transport", default="auto", help="transport of replicas to measure")
     options = parser.parse_args()
     names = [options.model] if options.model else list(MODELS)
     shapes = [dataclasses.replace(MODELS[name], tokens=options.tokens) for name in names]
     if options.measure:
+        if "RANK" not in os.environ:
+            sys.exit(again_on_gpus(__file__, options.ranks or max(RECORDED)))
         _measured(shapes, options.transport)
         return
     for ranks, machine in RECORDED.items():
@@ -255,8 +258,7 @@ def _measured(shapes: Sequence[Shape], transport: str) -> None:
     """Measure, choose sizes, measure again at these, and print on rank 0."""
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
-        torch.cuda.set_device(device)
+        device = torch.device("cuda", torch.cuda.current_device())
         ThreadBlocks.of(int(os.environ["WORLD_SIZE"])).use()
     dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     machine = measure(device, transport=transport)

@@ -143,7 +143,9 @@ def take_gpu() -> None:
 
     local = int(os.environ["LOCAL_RANK"])
     gpu = local * torch.cuda.device_count() // int(os.environ["LOCAL_WORLD_SIZE"])
-    torch.cuda.set_device(gpu)
+    # It would start CUDA, whose flags a script may still want to set; 0 is the default.
+    if gpu:
+        torch.cuda.set_device(gpu)
     # Megatron takes the GPU with this index.
     os.environ["LOCAL_RANK"] = str(gpu)
 
