@@ -1,0 +1,183 @@
+"""`examples/run_on_shared_gpu.py` on a machine without a GPU: what ranks and MPS get, and what is refused.
+
+torch's count of GPUs, MPS's control program and the NCCL library are stand-ins; torchrun and the ranks are real.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "run_on_shared_gpu.py"
+# put first on the ranks' path, too
+SITE = """
+import os, torch
+torch.cuda.device_count = lambda: int(os.environ["STAND_IN_GPUS"])
+torch.cuda.set_device = lambda gpu: print(f"device {gpu}", flush=True)
+"""
+CONTROL = """#!/usr/bin/env bash
+echo "$* in $CUDA_MPS_PIPE_DIRECTORY: $([ $# = 0 ] && cat)" >>"$CALLS"
+"""
+NCCL = "int ncclGetVersion(int *version) { *version = %d; return 0; }"
+SHOWN = (
+    "RANK LOCAL_RANK NCCL_MULTI_RANK_GPU_ENABLE NCCL_MAX_CTAS CUDA_MPS_ACTIVE_THREAD_PERCENTAGE "
+    "CUDA_MPS_PIPE_DIRECTORY LD_PRELOAD TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"
+).split()
+PRINTS = f"""
+import os, sys
+print("rank", *(os.environ.get(name, "-") for name in {SHOWN}), *sys.argv[1:], flush=True)
+"""
+
+
+class Machine:
+    """A machine with GPUs.
+
+    Args:
+        folder: folder of its programs.
+        gpus: number of GPUs.
+        nccl: version of the named NCCL library, 0 without one.
+    """
+
+    def __init__(self, folder: Path, *, gpus: int, nccl: int = 23007, has_mps: bool = True) -> None:
+        self.calls = folder / "calls"
+        self.calls.touch()
+        self.script = folder / "script.py"
+        self.script.write_text(PRINTS)
+        (folder / "sitecustomize.py").write_text(SITE)
+        names = ("HECATE_NCCL", "LD_PRELOAD", "CUDA_MPS_PIPE_DIRECTORY")
+        self.environment = {k: v for k, v in os.environ.items() if k not in names}
+        self.environment |= {"PYTHONPATH": str(folder), "STAND_IN_GPUS": str(gpus)}
+        self.environment |= {"CALLS": str(self.calls), "CUDA_VISIBLE_DEVICES": ""}
+        if has_mps:
+            programs = folder / "programs"
+            programs.mkdir()
+            (programs / "nvidia-cuda-mps-control").write_text(CONTROL)
+            (programs / "nvidia-cuda-mps-control").chmod(0o755)
+            self.environment["PATH"] = f"{programs}:{os.environ['PATH']}"
+        if nccl:
+            self.library = folder / "libnccl.so.2"
+            source = folder / "nccl.c"
+            source.write_text(NCCL % nccl)
+            command = ["gcc", "-shared", "-fPIC", "-o", str(self.library), str(source)]
+            subprocess.run(command, check=True, timeout=60)
+            self.environment["HECATE_NCCL"] = str(self.library)
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, str(SCRIPT), *arguments],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, *arguments: str) -> tuple[int, list[list[str]], str]:
+        """Exit status; the words that ranks print, by rank; standard output and error."""
+        process = self.start(*arguments)
+        try:
+            out, err = process.communicate(timeout=120)
+        finally:
+            process.kill()
+        lines = sorted(line.split() for line in out.splitlines() if line.startswith("rank "))
+        return process.returncode, lines, out + err
+
+
+def test_ranks_share_the_gpus_under_mps(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpus=2)
+    code, lines, text = machine.run("--ranks", "4", str(machine.script), "--ranks", "a b")
+    assert code == 0, text
+    assert [line[1] for line in lines] == ["0", "1", "2", "3"]
+    assert [line[2] for line in lines] == ["0", "0", "1", "1"], "two ranks on each GPU"
+    assert text.count("device 1") == 2
+    for line in lines:
+        enabled, blocks, percentage, pipes, preloaded, overlapping, *words = line[3:]
+        assert (enabled, blocks, percentage, overlapping) == ("1", "8", "50", "1")
+        assert preloaded == str(machine.library)
+        assert words == ["--ranks", "a", "b"]
+    begun, ended = machine.calls.read_text().splitlines()
+    assert begun == f"-d in {pipes}: " and ended == f" in {pipes}: quit -t 5"
+    assert not Path(pipes).exists()
+
+
+@pytest.mark.slow
+def test_a_rank_of_its_own_gpu_needs_none_of_it(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpus=2, nccl=0)
+    code, lines, text = machine.run("--ranks=2", "-m", "script", "x")
+    assert code == 0, text
+    assert [line[1:] for line in lines] == [[r, r, *"------", "x"] for r in "01"]
+    assert not machine.calls.read_text()
+
+
+def test_without_mps_ranks_take_turns_and_are_told_so(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpus=1, has_mps=False)
+    code, lines, text = machine.run("--ranks", "2", str(machine.script))
+    assert code == 0 and len(lines) == 2, text
+    assert "nvidia-cuda-mps-control not found: ranks take turns" in text
+
+
+@pytest.mark.slow
+def test_a_running_mps_is_used_and_left_alone(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, gpus=1)
+    machine.environment["CUDA_MPS_PIPE_DIRECTORY"] = "/some/pipes"
+    code, lines, text = machine.run("--ranks", "2", str(machine.script))
+    assert code == 0 and {line[6] for line in lines} == {"/some/pipes"}, text
+    assert not machine.calls.read_text()
+
+
+@pytest.mark.parametrize("how", [pytest.param("a rank fails", marks=pytest.mark.slow), "SIGTERM"])
+def test_mps_ends_with_the_ranks(tmp_path: Path, how: str) -> None:
+    machine = Machine(tmp_path, gpus=1)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    body = "raise SystemExit(3)" if how == "a rank fails" else "import time; time.sleep(600)"
+    machine.script.write_text(
+        f"import os; open('{marks}/' + os.environ['RANK'], 'w').write(str(os.getpid()))\n{body}\n"
+    )
+    process = machine.start("--ranks", "2", str(machine.script))
+    try:
+        if how == "SIGTERM":
+            _wait_for(lambda: len([p for p in marks.iterdir() if p.read_text()]) == 2)
+            process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == (1 if how == "a rank fails" else 143), err
+    assert machine.calls.read_text().endswith("quit -t 5\n")
+    for path in marks.iterdir():
+        _wait_for(lambda path=path: not Path("/proc", path.read_text()).exists())
+
+
+def _wait_for(is_so: object) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "ranks", "message"),
+    [
+        (0, 23007, "4", "there is no GPU that torch can use here; use examples/run_on_cpu.py"),
+        (2, 23007, "3", "--ranks 3 is not a multiple of the 2 GPUs here; use 2, 4 ..."),
+        (2, 23007, "1", "--ranks 1 is not a multiple of the 2 GPUs here; use 2, 4 ..."),
+        (1, 22907, "4", "is 2.29; ranks that share a GPU need 2.30 or newer: pip install"),
+        (1, 21805, "4", "is 2.18; ranks that share a GPU need 2.30 or newer: pip install"),
+        (1, None, "4", "no NCCL library: "),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(
+    tmp_path: Path, gpus: int, nccl: int | None, ranks: str, message: str
+) -> None:
+    machine = Machine(tmp_path, gpus=gpus, nccl=nccl or 0)
+    if nccl is None:
+        machine.environment["HECATE_NCCL"] = str(tmp_path / "no.so")
+    code, lines, text = machine.run("--ranks", ranks, str(machine.script))
+    assert (code, lines) == (2, []) and message in text and len(text.splitlines()) == 1, text
+    assert not machine.calls.read_text()
