@@ -142,8 +142,7 @@ def overwrite(
             away[home[old]] -= 1
         held[r] += old < 0
         away[home[e]] += 1
-        now[r, slot[r]] = e
-        late[r, slot[r]] = True
+        now[r, slot[r]], late[r, slot[r]] = e, True
         received[r] += copying
         sent[home[e]] += copying
         busy = max(busy, received[r], sent[home[e]])

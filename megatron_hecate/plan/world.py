@@ -81,9 +81,10 @@ class Speeds:
     # CPU ranks next to nothing, as what planned there.
     # HBM3's peak (H100 SXM datasheet). Two more experts of a rank took 0.10 ms (Qwen3-30B-A3B),
     # 0.45 (DeepSeek-V3) and 0.6 (Mixtral-8x7B) longer on an H200 (docs/gpu-results.md). A line
-    # through these points by bytes has a slope of 4.9 TB/s, an H200's peak being 4.8.
+    # through these points by three passes over weights has a slope of 4.9 TB/s; an H200's peak is
+    # 4.8.
     memory: float = 3.35e12
-    # At 4.8 TB/s these three points are 62 % over, 42 % below and 2 % below this model.
+    # Least relative error at 4.8 TB/s: 63 % above, 43 % below and 2 % below these three points.
     launch: float = 75e-6
 
     def __post_init__(self) -> None:
@@ -153,6 +154,8 @@ CPU = Speeds(
     flops=90e9,
     routing=0.5e-3,
     contention=1.0,
+    memory=19e9,
+    launch=0.4e-3,
 )
 
 

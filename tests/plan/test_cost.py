@@ -67,7 +67,7 @@ def test_a_further_expert_of_a_rank_reads_weights_twice_and_adds_to_its_gradient
 def test_two_further_experts_as_measured_on_an_h200(
     hidden: int, ffn: int, measured: float, off: float
 ) -> None:
-    """docs/gpu-results.md, milliseconds; its gradients were bf16 and not accumulated, so three passes over weights."""
+    """docs/gpu-results.md, milliseconds; its gradients were bf16, so three passes over weights are charged."""
     world = World((0,), dataclasses.replace(H100, memory=4.8e12))
     shape = swiglu(hidden, ffn)
     shape = dataclasses.replace(shape, grad_bytes=shape.expert_bytes / 2)
