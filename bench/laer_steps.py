@@ -35,7 +35,7 @@ def laer_row(row: dict, system: str) -> tuple[float, float]:
     none = np.zeros_like(peak)
     # In the trace all tokens stay in their node.
     trip = peak * 2 * hidden * 7 / 8 / setup["intra_node_bytes_per_s"]
-    work = Work(peak, trip, none, none, none, none, none, none)
+    work = Work(peak, trip, *(none,) * 7)
     work = work.layers([layer * peak.shape[1] // layers for layer in range(layers)])
     tokens = setup["tokens_per_step"] / setup["ranks"] / setup["microbatches"]
     attention = 2 * hidden * 128 * (row["heads"] + row["kv_heads"])

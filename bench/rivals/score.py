@@ -70,7 +70,8 @@ def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) 
     late = add((moves.late, shape.expert_bytes))
     grads = add((moves.grads, shape.grad_bytes))
     moved = add((early, 1), (late, 1), (grads, 1))
-    experts = float(load.max()) * shape.token_seconds(world)
+    extra = placement.holders.sum(axis=0) - setting.homes_per_rank
+    experts = float((load * shape.token_seconds(world) + extra * shape.expert_seconds(world)).max())
     tokens = token_traffic(quotas.flow(setting.num_ranks), world)
     all_to_all = TOKEN_TRIPS * tokens.seconds(shape.token_bytes, world)
     # With copies, tokens must be rerouted; the cost model's price, equal for all planners.
@@ -88,7 +89,7 @@ def score(quotas: Quotas, placement: Placement, moves: Moves, setting: Setting) 
         late=(moves.late.intra_in.sum() + moves.late.inter_in.sum()) / setting.num_ranks,
         intra_gb=moved.intra / 1e9,
         inter_gb=moved.inter / 1e9,
-        extra=int(placement.holders.sum(axis=0).max()) - setting.homes_per_rank,
+        extra=int(extra.max()),
         seconds=3 * shape.hidden_seconds
         + (experts + all_to_all + late.seconds(1, world)) * shape.microbatches
         + routing

@@ -45,7 +45,8 @@ def planned(planner: type[Planner], counts: np.ndarray, setting: Setting, *, onc
             late = add((moves.late, shape.expert_bytes))
             back = add((moves.grads, shape.grad_bytes))
             flow = plan.split(load, final).flow(world.num_ranks)
-            plans[-1].append(LayerPlan(flow, early, late, back))
+            extra = final.holders.sum(axis=0) - setting.homes_per_rank
+            plans[-1].append(LayerPlan(flow, early, late, back, int(extra.max())))
     return Work.of(plans, world, shape, once=once)
 
 

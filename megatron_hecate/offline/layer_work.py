@@ -24,6 +24,7 @@ class Work:
         fetch, back: seconds of one fetch and of one return of a layer on an idle network.
         late: seconds of the copies after the gate.
         routing: seconds per microbatch of routing to replicas.
+        computing: seconds per microbatch of replicas beside their tokens, forward and backward.
         out, home: bytes sent by one fetch (with a late one) and by one return, all ranks together.
     """
 
@@ -33,6 +34,7 @@ class Work:
     back: np.ndarray
     late: np.ndarray
     routing: np.ndarray
+    computing: np.ndarray
     out: np.ndarray
     home: np.ndarray
 
@@ -73,9 +75,7 @@ class Work:
         return Work(*(getattr(self, field.name)[:, list(of)] for field in dataclasses.fields(self)))
 
 
-def _layer_work(
-    plan: LayerPlan, world: World, shape: LayerShape, once: int
-) -> tuple[float, float, float, float, float, float, float, float]:
+def _layer_work(plan: LayerPlan, world: World, shape: LayerShape, once: int) -> tuple[float, ...]:
     """Compute the fields of `Work`, in order, for one layer in one step."""
     tokens = token_traffic(plan.flow, world)
     if once and plan.flow.any():
@@ -94,6 +94,7 @@ def _layer_work(
         plan.back.seconds(1, world),
         plan.late.seconds(1, world),
         routing,
+        plan.most * shape.expert_seconds(world),
         out,
         plan.back.intra + plan.back.inter,
     )
@@ -173,7 +174,7 @@ def work_of_ranks(
         trip = np.maximum(trip, seconds)
     none = np.zeros_like(trip)
     peak = loads.max(axis=2) / shape.microbatches
-    return Work(peak, trip, none, none, none, none, none, none)
+    return Work(peak, trip, *(none,) * 7)
 
 
 def _messages_per_pair(

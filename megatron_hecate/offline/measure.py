@@ -35,6 +35,10 @@ WARMUPS: int = 2
 CHUNK: int = 16 << 20
 # tokens, hidden and ffn size of the GEMM on a CPU; a GPU multiplies each by 8
 GEMM: tuple[int, int, int] = (512, 512, 512)
+# physical experts that are added to one, with the same tokens
+MORE_EXPERTS: int = 4
+# GEMMs of an expert in the forward: gate and up in one, down
+LINEARS: int = 2
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -94,12 +98,15 @@ def measure(path: str) -> None:
         raise ValueError(f"measuring needs the same number of ranks on every node, got {per_node}")
     # A job on one node has no link between nodes, and one rank per node has none inside: the
     # planner gets the only link that exists for both.
+    memory = _memory(device)
     speeds = Speeds(
         intra=intra or inter,
         inter=inter or intra,
         flops=_flops(device),
         routing=_routing(world, device),
         contention=_contention(world, device),
+        memory=memory,
+        launch=_launch(device, memory),
     )
     if dist.get_rank() == 0:
         origin = _origin(world, device)
@@ -159,7 +166,9 @@ def _summary(speeds: Speeds, origin: str, path: str) -> str:
         f"of different nodes {_link_text(speeds.inter)}; "
         f"GEMMs {speeds.flops / 1e12:.3g} TFLOP/s; "
         f"routing to replicas {speeds.routing * 1e3:.2g} ms per layer and microbatch; "
-        f"a hidden copy takes {speeds.contention:.0%} of its time from compute\n"
+        f"a hidden copy takes {speeds.contention:.0%} of its time from compute; "
+        f"memory {speeds.memory / 1e9:.3g} GB/s; "
+        f"each further expert of a rank {speeds.launch * 1e3:.2g} ms per microbatch\n"
         f"wrote {path}; use it with --moe-fssdp-speeds {path}"
     )
 
@@ -278,18 +287,46 @@ def _contention(world: World, device: torch.device) -> float:
     return min(1.0, max(0.0, extra / exchange_seconds))
 
 
-def _flops(device: torch.device) -> float:
-    """Measure the FLOP/s of a GEMM, in bf16 on a GPU and in fp32 on a CPU."""
-    if device.type == "cuda":
-        scale = 8
-        dtype = torch.bfloat16
-    else:
-        scale = 1
-        dtype = torch.float32
+def _gemm(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw the operands of a GEMM, tokens and weight, in bf16 on a GPU and in fp32 on a CPU."""
+    scale, dtype = (8, torch.bfloat16) if device.type == "cuda" else (1, torch.float32)
     tokens, hidden, ffn = (scale * size for size in GEMM)
     x = torch.randn(tokens, hidden, device=device, dtype=dtype)
-    w = torch.randn(hidden, ffn, device=device, dtype=dtype)
-    return 2.0 * tokens * hidden * ffn / _time(lambda: x @ w, device)
+    return x, torch.randn(hidden, ffn, device=device, dtype=dtype)
+
+
+def _flops(device: torch.device) -> float:
+    """Measure the FLOP/s of a GEMM."""
+    x, w = _gemm(device)
+    return 2.0 * len(x) * w.numel() / _time(lambda: x @ w, device)
+
+
+def _memory(device: torch.device) -> float:
+    """Measure the bytes/s of an addition in place, which reads and writes every number."""
+    # beyond the caches of either device
+    numbers = torch.zeros(16 * CHUNK // 4, device=device)
+    return 2.0 * numbers.nbytes / _time(lambda: numbers.add_(1.0), device)
+
+
+def _launch(device: torch.device, memory: float) -> float:
+    """Measure the seconds of one more expert for the same tokens, beside its memory traffic.
+
+    Each expert runs its forward and the gradients of its tokens and of its weight, which are added
+    to an fp32 sum.
+    """
+    x, w = _gemm(device)
+    weights = [w.clone() for _ in range(1 + MORE_EXPERTS)]
+    sums = [torch.zeros_like(w, dtype=torch.float32) for _ in weights]
+
+    def compute(number: int) -> None:
+        for part, weight, total in zip(x.chunk(number), weights, sums, strict=False):
+            y = part @ weight
+            y @ weight.T
+            total += part.T @ y
+
+    one, many = (_time(lambda n=n: compute(n), device) for n in (1, 1 + MORE_EXPERTS))
+    traffic = (2 * w.nbytes + 2 * sums[0].nbytes) / memory
+    return LINEARS * max(0.0, (many - one) / MORE_EXPERTS - traffic)
 
 
 def _routing(world: World, device: torch.device) -> float:

@@ -12,7 +12,7 @@ from megatron_hecate.plan import H100, LayerShape, Link, Speeds
 # `plan.H100`.
 QUOTA_RANKS: tuple[int, int] = (8, 64)
 QUOTA_SECONDS: tuple[float, float] = (20e-6, 78e-6)
-OTHER_ROUTING: float = 115e-6
+OTHER_ROUTING: float = 75e-6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -187,23 +187,24 @@ class Cluster:
 
 
 def _cluster(
-    per_node: int, intra: float, inter: float, flops: tuple[float, float], memory: float
+    per_node: int, intra: float, inter: float, flops: tuple[float, float], memory: tuple[int, float]
 ) -> Cluster:
-    """Build a cluster from GB/s (intra, inter), TFLOP/s (experts, all else) and GB."""
+    """Build a cluster from GB/s (intra, inter), TFLOP/s (experts, all else), GB and their TB/s."""
     links = dict(intra=Link(intra * 1e9, 12e-6), inter=Link(inter * 1e9, 25e-6))
-    speeds = dataclasses.replace(H100, **links, flops=flops[0] * 1e12)
-    return Cluster(per_node=per_node, speeds=speeds, dense=flops[1] * 1e12, memory=memory * 1e9)
+    size, rate = memory
+    speeds = dataclasses.replace(H100, **links, flops=flops[0] * 1e12, memory=rate * 1e12)
+    return Cluster(per_node=per_node, speeds=speeds, dense=flops[1] * 1e12, memory=size * 1e9)
 
 
 # intra: bus bandwidth of NCCL's all-to-all at 512 MiB, and latency of small ones (NVIDIA's
 # AIConfigurator at 095f58a, Apache-2.0; GB200 on 4 GPUs). inter: 90 % of the adapter's rate
-# (datasheets); its latency is an assumption. Experts: 45 % of dense bf16, as in `plan.H100`. All
-# else: H100 and GB200 are fitted to one published row each (docs/what-if-checks.md), H200 equals
-# H100, B200 and A100 are scaled by their peaks.
+# (datasheets); its latency is an assumption. Memory: datasheets, A100 of 80 GB. Experts: 45 % of
+# dense bf16, as in `plan.H100`. All else: H100 and GB200 are fitted to one published row each
+# (docs/what-if-checks.md), H200 equals H100, B200 and A100 are scaled by their peaks.
 CLUSTERS: Mapping[str, Cluster] = {
-    "a100x8": _cluster(8, 203, 22.5, (140, 75), 80),
-    "h100x8": _cluster(8, 320, 45, (445, 237), 80),
-    "h200x8": _cluster(8, 321, 45, (445, 237), 141),
-    "b200x8": _cluster(8, 565, 45, (1010, 856), 180),
-    "gb200x72": _cluster(72, 508, 45, (1100, 935), 186),
+    "a100x8": _cluster(8, 203, 22.5, (140, 75), (80, 2.0)),
+    "h100x8": _cluster(8, 320, 45, (445, 237), (80, 3.35)),
+    "h200x8": _cluster(8, 321, 45, (445, 237), (141, 4.8)),
+    "b200x8": _cluster(8, 565, 45, (1010, 856), (180, 8.0)),
+    "gb200x72": _cluster(72, 508, 45, (1100, 935), (186, 8.0)),
 }

@@ -274,7 +274,7 @@ def decision(figures: Figures, row: Sequence[float]) -> str:
     if not figures.record.info.slots:
         return "No slots"
     costs = figures.costs
-    if costs is not None and costs.routing_ms >= lost:
+    if costs is not None and costs.routing_ms + costs.computing_ms >= lost:
         return "Not worth it"
     return "Copies would not pay"
 
@@ -287,7 +287,7 @@ def reasons(figures: Figures, decisions: Collection[str]) -> dict[str, str]:
         decisions: names of `decision`.
     """
     costs = figures.costs
-    routing = ms_text(costs.routing_ms) if costs is not None else "its time"
+    least = ms_text(costs.routing_ms + costs.computing_ms) if costs is not None else "their time"
     texts = {
         "Replicas": "ranks held replicas, which took tokens off the fullest rank.",
         "Balanced": (
@@ -295,7 +295,9 @@ def reasons(figures: Figures, decisions: Collection[str]) -> dict[str, str]:
         ),
         "Uneven": "ranks wait for the fullest one; FSSDP was off.",
         "No slots": "uneven, but there were no slots for replicas.",
-        "Not worth it": f"routing to replicas alone takes {routing}, more than there is to win.",
+        "Not worth it": (
+            f"one replica takes {least} without copy and tokens, more than there is to win."
+        ),
         "Copies would not pay": "uneven, but copies cost more than they win, by the cost model.",
     }
     return {name: text for name, text in texts.items() if name in decisions}

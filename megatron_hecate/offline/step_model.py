@@ -272,7 +272,7 @@ class _Stage:
         self.lifetime = LIFETIMES[lifetime]
         self.in_turn = lifetime != "iteration"
         self.steps, self.layers = work.peak.shape
-        self.experts = work.peak * timing.pair
+        self.experts = work.peak * timing.pair + work.computing / (1 + BACKWARD)
         # dispatch and combine
         self.trips = 2 * work.trip * (1 - timing.hidden)
 

@@ -154,12 +154,14 @@ class LayerPlan:
         flow: (token, expert) pairs of all microbatches by source and computing rank, [R, R].
         early, late: bytes of weights fetched before and after the gate, per fetch.
         back: bytes of gradients, per return.
+        most: replicas of the rank with most.
     """
 
     flow: np.ndarray
     early: Traffic
     late: Traffic
     back: Traffic
+    most: int = 0
 
     @classmethod
     def of(
@@ -196,4 +198,5 @@ class LayerPlan:
             add((early, shape.expert_bytes)),
             add((late, shape.expert_bytes)),
             add((back, shape.grad_bytes)),
+            int(copies(final).sum(axis=0).max()),
         )

@@ -28,7 +28,9 @@ class CopyCost:
         hidden: window, in tokens, that hides fetches behind the compute before the layer; an equal
             window hides returns behind the layer's backward.
         contention: share of the hidden time that copies still take from compute.
-        routing: fixed cost of replicas: the exchange of loads, quotas, more physical experts.
+        routing: fixed cost of replicas: the exchange of loads, quotas.
+        computing: fixed cost of each replica on the rank with most of them: launches, reads of its
+            weights, reads and writes of its gradient.
         crossing: one token that is computed on another node than its source; on a single node, on
             another rank.
         most: replicas that a rank may hold; ``None`` means its number of slots.
@@ -45,6 +47,7 @@ class CopyCost:
     hidden: float = 0.0
     contention: float = 0.0
     routing: float = 0.0
+    computing: float = 0.0
     crossing: float = 0.0
     most: int | None = None
     scatters: bool = True
@@ -89,6 +92,14 @@ class LayerShape:
         """Return the seconds of one token in one expert, forward and backward."""
         return (1 + BACKWARD) * self.token_flops / world.speeds.flops
 
+    def expert_seconds(self, world: World) -> float:
+        """Return the seconds per microbatch of one more physical expert on a rank, without tokens.
+
+        Forward and backward each read its weights; the backward adds to its gradient.
+        """
+        traffic = 2 * self.expert_bytes + 2 * self.grad_bytes
+        return world.speeds.launch + traffic / world.speeds.memory
+
     def fetch_seconds(self, world: World) -> float:
         """Return the seconds that fetching one replica takes, over the group's slowest link."""
         return world.slowest_link.seconds(self.expert_bytes)
@@ -117,6 +128,7 @@ class LayerShape:
             hidden=hidden * out / token,
             contention=world.speeds.contention,
             routing=world.speeds.routing * self.microbatches / token,
+            computing=self.expert_seconds(world) * self.microbatches / token,
             crossing=TOKEN_TRIPS * self.token_bytes / world.slowest_link.bandwidth / token,
             scatters=scatters,
         )

@@ -51,7 +51,7 @@ def add_late_replicas(
     if most < 0:
         raise ValueError(f"most={most} must be 0 or more")
     routing = 0.0 if placement.num_replicas else cost.routing
-    costs = np.array([cost.near, cost.far if across_nodes else np.inf, routing])
+    costs = np.array([cost.near, cost.far if across_nodes else np.inf, routing, cost.computing])
     limits = (most, placement.slots_per_rank, placement.table.size, min(cost.near, costs[1]))
     table = overwrite(
         load, placement.home.copy(), placement.table.copy(), world.node_index, costs, limits
@@ -80,8 +80,8 @@ def overwrite(
         home: [E] home ranks.
         table: [R, P] experts; not modified.
         node: [R] nodes.
-        costs: tokens per copy inside a node, tokens per copy between nodes, and the fixed cost of
-            having replicas.
+        costs: tokens per copy inside a node, tokens per copy between nodes, the fixed cost of
+            having replicas, and that of each one more on the rank with most.
         limits: replicas placed here, replicas per rank, replicas of one rank's home experts, and
             tokens above the mean that need no further replica.
 
@@ -99,10 +99,11 @@ def overwrite(
     mean = total.sum() // num_ranks
     least = np.inf
     split = balance(total, now, 0, True)
-    away = _replicas_away(now, home)
+    away, held = _replicas(now, home)
     for step in range(most + 1):
         largest = max(split.load)
-        cost = largest + (busy + costs[2] if step > 0 else 0.0)
+        fixed = costs[3] * max(held)
+        cost = largest + fixed + (busy + costs[2] if step > 0 else 0.0)
         if cost < least:
             least = cost
             best = now.copy()
@@ -116,12 +117,15 @@ def overwrite(
         for place in _most_relief(
             split, now, (home, node, slot, back), away < leaving, (mean, costs[1] < np.inf)
         ):
-            e = place // num_ranks
-            r = place % num_ranks
+            e, r = place // num_ranks, place % num_ranks
             copying = costs[1] if node[r] != node[home[e]] else costs[0]
             tried = rebalance(split, e, r, now[r, slot[r]])
             above = np.maximum(tried.load - mean, 0).sum()
-            cost = max(tried.load) + max(busy, received[r] + copying, sent[home[e]] + copying)
+            cost = (
+                max(tried.load)
+                + max(busy, received[r] + copying, sent[home[e]] + copying)
+                + max(fixed, costs[3] * (held[r] + (now[r, slot[r]] < 0)))
+            )
             # If several ranks share the largest load, one replica cannot lower it; fewer tokens
             # above the mean are progress as well.
             if (max(tried.load) < largest or above < excess) and (cost, above) < lowest:
@@ -130,16 +134,15 @@ def overwrite(
                 chosen = tried
         if choice < 0:
             break
-        e = choice // num_ranks
-        r = choice % num_ranks
+        e, r = choice // num_ranks, choice % num_ranks
         split = chosen
         copying = costs[1] if node[r] != node[home[e]] else costs[0]
         old = now[r, slot[r]]
         if old >= 0:
             away[home[old]] -= 1
+        held[r] += old < 0
         away[home[e]] += 1
-        now[r, slot[r]] = e
-        late[r, slot[r]] = True
+        now[r, slot[r]], late[r, slot[r]] = e, True
         received[r] += copying
         sent[home[e]] += copying
         busy = max(busy, received[r], sent[home[e]])
@@ -147,14 +150,16 @@ def overwrite(
 
 
 @compiled
-def _replicas_away(table: np.ndarray, home: np.ndarray) -> np.ndarray:
-    """Count the replicas of each rank's home experts: [R] int64."""
+def _replicas(table: np.ndarray, home: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Count the replicas of each rank's home experts, and those that it holds: [R] int64 both."""
     away = np.zeros(len(table), np.int64)
+    held = np.zeros(len(table), np.int64)
     for r in range(len(table)):
         for e in table[r]:
             if e >= 0 and home[e] != r:
                 away[home[e]] += 1
-    return away
+                held[r] += 1
+    return away, held
 
 
 @compiled

@@ -3,7 +3,8 @@
 Plans are compared before the gate, from a forecast alone. The cost of a plan, in tokens of the
 busiest rank, is the sum of
 
-    largest rank load, tokens that cross nodes (busiest node), exposed copies, routing to replicas
+    largest rank load, tokens that cross nodes (busiest node), exposed copies, routing to replicas,
+    computing of replicas beside their tokens (rank with most replicas)
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ def problem_of(bare: Placement, world: World, cost: CopyCost) -> Problem:
         hidden=float(hidden),
         contention=float(cost.contention),
         routing=float(cost.routing),
+        computing=float(cost.computing),
         crossing=float(cost.crossing),
     )
 
@@ -130,7 +132,7 @@ class _Plan(NamedTuple):
     Args:
         table: [R, P] experts.
         cost: total cost, in tokens.
-        overhead: copies and routing in that cost, in tokens.
+        overhead: copies, routing and computing in that cost, in tokens.
     """
 
     table: np.ndarray
@@ -159,7 +161,8 @@ def _best_plan(
     num_ranks = len(problem.node)
     loads = np.bincount(problem.home, weights=forecast, minlength=num_ranks)
     # free: even full slots cost less than one token
-    is_free = max(problem.near, problem.far) * most + problem.routing < 1
+    each = max(problem.near, problem.far) + problem.computing
+    is_free = each * most + problem.routing < 1
     if is_free:
         limits = _Limits(most, most * num_ranks)
         best = _cheaper(None, fill(forecast, problem, *limits), forecast, problem)
@@ -202,7 +205,7 @@ def _improve(
     whole = np.rint(forecast).astype(np.int64)
 
     def improved(start: np.ndarray) -> np.ndarray:
-        return overwrite(whole, problem.home, start, problem.node, np.zeros(3), until)
+        return overwrite(whole, problem.home, start, problem.node, np.zeros(4), until)
 
     best = _cheaper(best, improved(best.table), forecast, problem)
     if previous is None or previous.num_replicas == 0:

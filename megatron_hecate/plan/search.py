@@ -29,7 +29,8 @@ class Problem(NamedTuple):
         begin: [K + 1] offset of each node's ranks in ``members``.
         bare: [R, P] table of the homes alone.
         scatters: flag of `CopyCost`.
-        near, far, out, hidden, contention, routing, crossing: costs of `CopyCost`, in tokens.
+        near, far, out, hidden, contention, routing, computing, crossing: costs of `CopyCost`, in
+            tokens.
     """
 
     home: np.ndarray
@@ -44,6 +45,7 @@ class Problem(NamedTuple):
     hidden: float
     contention: float
     routing: float
+    computing: float
     crossing: float
 
 
@@ -277,7 +279,7 @@ def plan_cost(
 
     Returns:
         The total cost, or its lower bound (perfectly balanced ranks) if that is not below
-        ``bound``; and the part of copies and routing.
+        ``bound``; and the part of replicas: copies, routing, computing.
     """
     crossing, overhead = cost_beside_load(forecast, problem, table)
     mean = forecast.sum() / len(table)
@@ -303,7 +305,7 @@ def cost_beside_load(
         table: [R, P] experts.
 
     Returns:
-        Tokens that cross nodes, of the busiest node; and copies and routing.
+        Tokens that cross nodes, of the busiest node; and copies, routing and computing.
     """
     home, node = problem.home, problem.node
     num_ranks = len(table)
@@ -359,7 +361,8 @@ def cost_beside_load(
     copying = max(between, problem.near * max(max(received), max(sent)))
     if not problem.scatters and num_nodes > 1:
         copying = problem.far * max(max(received), max(sent))
-    return crossing, _exposed_copying(copying, problem) + problem.routing
+    fixed = problem.routing + problem.computing * max(received)
+    return crossing, _exposed_copying(copying, problem) + fixed
 
 
 @compiled

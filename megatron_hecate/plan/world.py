@@ -60,13 +60,16 @@ class Speeds:
         inter: a rank's share of its node's network.
         flops: FLOP/s of one rank in expert GEMMs.
         routing: fixed overhead of replicas in seconds per microbatch and layer: the exchange of
-            loads, quotas, more physical experts.
+            loads, quotas.
         contention: time that a hidden copy takes from compute, as a fraction of the copy's
             duration: 0 with copy engines, 1 if cores do both.
+        memory: bytes/s of one rank's memory.
+        launch: seconds per microbatch of one more physical expert on a rank, forward and backward,
+            beside its memory traffic.
 
     Raises:
-        ValueError: if ``flops`` is not above 0, ``routing`` is negative, or ``contention`` is not
-            between 0 and 1.
+        ValueError: if ``flops`` or ``memory`` is not above 0, ``routing`` or ``launch`` is
+            negative, or ``contention`` is not between 0 and 1.
     """
 
     intra: Link
@@ -74,10 +77,21 @@ class Speeds:
     flops: float
     routing: float
     contention: float
+    # An H100's, also where a file or a record is older than these numbers: right for GPUs, and on
+    # CPU ranks next to nothing, as what planned there.
+    # HBM3's peak (H100 SXM datasheet). Two more experts of a rank took 0.10 ms (Qwen3-30B-A3B),
+    # 0.45 (DeepSeek-V3) and 0.6 (Mixtral-8x7B) longer on an H200 (docs/gpu-results.md). A line
+    # through these points by three passes over weights has a slope of 4.9 TB/s; an H200's peak is
+    # 4.8.
+    memory: float = 3.35e12
+    # Least relative error at 4.8 TB/s: 63 % above, 43 % below and 2 % below these three points.
+    launch: float = 75e-6
 
     def __post_init__(self) -> None:
-        _check("flops", self.flops, "FLOP/s", SPEEDS_RANGE)
-        _check("routing", self.routing, "s", SECONDS_RANGE)
+        for name, unit in (("flops", "FLOP/s"), ("memory", "bytes/s")):
+            _check(name, getattr(self, name), unit, SPEEDS_RANGE)
+        for name in ("routing", "launch"):
+            _check(name, getattr(self, name), "s", SECONDS_RANGE)
         if not 0 <= self.contention <= 1:
             raise ValueError(f"contention={self.contention} must be between 0 and 1")
 
@@ -92,6 +106,7 @@ class Speeds:
             values = json.loads(files.read_file(path))
             intra, inter = (Link(**values[name]) for name in ("intra", "inter"))
             numbers = {name: values[name] for name in ("flops", "routing", "contention")}
+            numbers |= {name: values[name] for name in ("memory", "launch") if name in values}
             for number in (*numbers.values(), *vars(intra).values(), *vars(inter).values()):
                 # `float` takes both.
                 if isinstance(number, str | bool):
@@ -105,7 +120,10 @@ class Speeds:
 
     def save(self, path: Path | str, *, origin: str) -> None:
         """Write the speeds as JSON; ``origin`` documents machine and method of the measurement."""
-        units = "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s, contention: 1"
+        units = (
+            "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s, contention: 1, "
+            "memory: bytes/s, launch: s"
+        )
         text = json.dumps(dict(origin=origin, units=units, **dataclasses.asdict(self)), indent=2)
         files.replace(path, text + "\n")
 
@@ -122,9 +140,8 @@ H100 = Speeds(
     flops=0.45 * 989e12,
     # Measured on an H200 (docs/gpu-results.md), in us: 14 to count, 20 (8 ranks) to 78 (64 ranks)
     # for quotas, 13 to reroute and 18 in its backward. Estimated: 30 for the all-gather of loads,
-    # which Megatron's all-to-all dispatcher saves again, and 40 for more physical experts in the
-    # grouped GEMMs.
-    routing=0.15e-3,
+    # which Megatron's all-to-all dispatcher saves again.
+    routing=0.11e-3,
     # GEMMs on an H200 took 1.4 % longer during a fetch of 16 thread blocks, and 10 % longer during
     # a return of 32. NCCL is not measured.
     contention=0.12,
@@ -137,6 +154,8 @@ CPU = Speeds(
     flops=90e9,
     routing=0.5e-3,
     contention=1.0,
+    memory=19e9,
+    launch=0.4e-3,
 )
 
 

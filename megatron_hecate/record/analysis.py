@@ -55,6 +55,11 @@ class _Costs:
         """Milliseconds per iteration that routing to replicas adds to a layer."""
         return 1e3 * self.world.speeds.routing * self.shape.microbatches
 
+    @property
+    def computing_ms(self) -> float:
+        """Milliseconds per iteration that a rank takes for each replica, beside its tokens."""
+        return 1e3 * self.shape.expert_seconds(self.world) * self.shape.microbatches
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Figures:
@@ -232,8 +237,8 @@ class Figures:
             slots: experts in replica slots, [N, S].
             home: rank of each expert's home, [E].
         """
-        # Copies alone: routing and tokens that cross nodes have no cost here.
-        copies_alone = dataclasses.replace(costs.copy, routing=0.0, crossing=0.0)
+        # Copies alone: routing, computing and tokens that cross nodes have no cost here.
+        copies_alone = dataclasses.replace(costs.copy, routing=0.0, computing=0.0, crossing=0.0)
         homes = self.homes
         if self.record.home is not None:
             homes = homes.with_homes(np.argsort(home, kind="stable"))
@@ -269,7 +274,7 @@ class Figures:
         """Cost of replicas, [T, L] ms.
 
         Sum of copies on the critical path, the compute time that hidden copies take by contention,
-        and routing.
+        routing, and computing beside tokens.
         """
         if self.costs is None:
             return self.copying_ms
@@ -280,7 +285,8 @@ class Figures:
             transfers = np.fmin(modelled / self.record.copy, 1)
         exposed = self.copying_ms - self.hidden_ms
         contention = self.costs.copy.contention * transfers * self.hidden_ms
-        return exposed + contention + self.costs.routing_ms * self.replicas.any(axis=2)
+        fixed = self.costs.routing_ms * self.replicas.any(axis=2)
+        return exposed + contention + fixed + self.costs.computing_ms * self.replicas.max(axis=2)
 
     @cached_property
     def stage(self) -> np.ndarray:

@@ -107,6 +107,8 @@ HEADER: dict[str, Any] = {
         "flops": _SPEED,
         "routing": _SECONDS,
         "contention": _number(0, 1),
+        "[memory]": _SPEED,
+        "[launch]": _SECONDS,
     },
     "memory": dict.fromkeys((*_MEMORY, "[connected]", "token", "kept"), _number(0)),
     "[job]": {f"[{name}]": rule for name, rule in _JOB.items()},

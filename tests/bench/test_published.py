@@ -84,7 +84,7 @@ def test_rivals_and_the_command_simulate_alike(name: str, late: int) -> None:
     placed = job.place(job.homes(2, "iteration", 0)[0], "iteration")
     ours, theirs = job.work(placed, late=late), planned(find_planners()[name], counts, setting)
     assert ours.out.any() and ours.late.any() == (late > 0)
-    for field in ("peak", "trip", "fetch", "back", "late", "routing", "out", "home"):
+    for field in ("peak", "trip", "fetch", "back", "late", "routing", "computing", "out", "home"):
         assert getattr(ours, field) == pytest.approx(getattr(theirs, field)[1:]), field
     node = np.array(world.node)
     near = dataclasses.replace(job, measured=False).add_late(placed, late)[-1]

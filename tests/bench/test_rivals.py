@@ -277,7 +277,13 @@ def test_copies_cross_once_to_a_node_and_are_shared_inside_from_three_on() -> No
 
 
 SPEEDS = Speeds(
-    intra=Link(100.0, 1.0), inter=Link(10.0, 2.0), flops=6.0, routing=0.5, contention=0.25
+    intra=Link(100.0, 1.0),
+    inter=Link(10.0, 2.0),
+    flops=6.0,
+    routing=0.5,
+    contention=0.25,
+    memory=300.0,
+    launch=3.0,
 )
 
 
@@ -307,9 +313,9 @@ def test_a_step_adds_up() -> None:
         plan.split(load, placed), placed, plan.moves(placed, placed), plan.setting
     )
     quotas = plan.split(load, placed)
-    tokens = quotas.rank_load(4).max() * 2 + 4 * token_traffic(quotas.flow(4), world).seconds(
-        10, world
-    )
+    # ranks 1 to 3 have one expert more: 1,200 bytes at 300 bytes/s + 3 s
+    experts = max(2 * load + 7 * (r > 0) for r, load in enumerate(quotas.rank_load(4)))
+    tokens = experts + 4 * token_traffic(quotas.flow(4), world).seconds(10, world)
     assert with_replicas.seconds == pytest.approx(3 * 12 + tokens + 0.5 + 10)
     assert (with_replicas.copies, with_replicas.extra) == (0.75, 1)
 

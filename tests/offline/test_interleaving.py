@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.fast, pytest.mark.newest]
 def seconds(peaks: np.ndarray, timing: Timing, schedule: PipelineSchedule) -> float:
     """Of a step whose layers have these ``peaks`` [L], nothing else."""
     none = np.zeros((1, len(peaks)))
-    return float(simulate(Work(peaks[None], *(none,) * 7), timing, schedule).total[0])
+    return float(simulate(Work(peaks[None], *(none,) * 8), timing, schedule).total[0])
 
 
 def megatron_order(
@@ -107,7 +107,7 @@ def test_chunks_of_a_stage_wait_one_after_the_other() -> None:
     """Four layers, each its own chunk of two stages: fetches of 3 s behind 1 s of attention, so 2 s exposed in each."""
     schedule = PipelineSchedule.even(4, 2, microbatches=2, chunks=2)
     none = np.zeros((1, 4))
-    time = simulate(Work(none, none, none + 3, *(none,) * 5), Timing(dense=1.0, pair=0.0), schedule)
+    time = simulate(Work(none, none, none + 3, *(none,) * 6), Timing(dense=1.0, pair=0.0), schedule)
     assert time.exposed[0] == pytest.approx(2 * 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +25,8 @@ def test_two_ranks_measure_what_planning_loads(tmp_path: Path) -> None:
         assert 1e6 < speeds.intra.bandwidth < 1e13 and 0 <= speeds.intra.latency < 10
         assert speeds.inter == speeds.intra, "one node"
         assert 1e8 < speeds.flops < 1e17 and 0 < speeds.routing < 10 and 0 <= speeds.contention <= 1
+        assert 1e8 < speeds.memory < 1e15 and 0 <= speeds.launch < 1
+        assert {"memory", "launch"} <= json.loads(path.read_text()).keys()
     dist.barrier()
 
 

@@ -110,10 +110,12 @@ def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, f
         return 0.0, 0.0, 0.0
     window, copy = held["window"][t, layer], held["copy"][t, layer]
     bare = shape.copy_cost(world)
+    further = bare.computing * max(sum(rank == r for _, rank in pairs) for r in range(SIZE.ranks))
     if math.isnan(copy):
         copies = (
             plan_cost(np.zeros(SIZE.experts), problem_of(homes, world, bare), table, np.inf)[1]
             - bare.routing
+            - further
         )
         out, back = (copies * part * _token_ms() for part in (bare.out, 1 - bare.out))
     else:
@@ -128,7 +130,8 @@ def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, f
     allowed = 1e3 * (recorded.SHAPE["hidden_seconds"] if math.isnan(window) else window)
     hidden = min(out, allowed) + min(back, allowed)
     waits_not = 1.0 if math.isnan(copy) else min(1.0, shape.fetch_seconds(world) / copy)
-    price = out + back - hidden + bare.contention * waits_not * hidden + bare.routing * _token_ms()
+    price = out + back - hidden + bare.contention * waits_not * hidden
+    price += (bare.routing + further) * _token_ms()
     return price, out + back, hidden
 
 

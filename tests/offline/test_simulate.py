@@ -32,7 +32,7 @@ def work(
     ones = np.ones((1, len(peak)))
     columns = (
         np.array([peak]),
-        *(ones * seconds for seconds in (trip, fetch, back, late, 0.0)),
+        *(ones * seconds for seconds in (trip, fetch, back, late, 0.0, 0.0)),
         ones * 5,
         ones * 7,
     )
@@ -96,6 +96,16 @@ def test_layers_share_two_buffers_of_gradients() -> None:
     for lifetime, begins in (("iteration", 4), ("microbatch", 5), ("layer", 5)):
         schedule = PipelineSchedule.even(3, 1, microbatches=1, lifetime=lifetime)
         assert seconds(three, timing, schedule) == pytest.approx(8 + begins + 10 + 5), lifetime
+
+
+def test_further_experts_are_computed_in_forward_and_backward_and_again_where_recomputed() -> None:
+    """0.3 s of one layer's further experts: a third in each forward, two thirds in the backward."""
+    further = dataclasses.replace(work([1, 1]), computing=np.array([[0.3, 0.0]]))
+    schedule = PipelineSchedule.even(2, 1, microbatches=3)
+    for recompute, once in ((False, 0.3), (True, 0.4)):
+        timing = Timing(dense=1.0, pair=0.5, recompute=recompute)
+        more = seconds(further, timing, schedule) - seconds(work([1, 1]), timing, schedule)
+        assert more == pytest.approx(3 * once)
 
 
 def test_routing_is_paid_in_every_microbatch_and_late_copies_once() -> None:
@@ -272,7 +282,13 @@ SHAPE = LayerShape(
     expert_bytes=100.0, grad_bytes=200.0, token_bytes=10.0, token_flops=1.0, microbatches=2
 )
 SLOW = Speeds(
-    intra=Link(1000.0, 0.5), inter=Link(100.0, 0.25), flops=1.0, routing=0.125, contention=0.0
+    intra=Link(1000.0, 0.5),
+    inter=Link(100.0, 0.25),
+    flops=1.0,
+    routing=0.125,
+    contention=0.0,
+    memory=1200.0,
+    launch=0.25,
 )
 
 
@@ -282,7 +298,8 @@ def test_a_placement_becomes_work_by_hand() -> None:
     homes = Placement.initial(3, 3, num_slots=1)
     load = np.array([[4, 0, 0], [4, 0, 0], [0, 0, 4]])
     bare = Work.of([[LayerPlan.of(load, homes, homes, world, SHAPE)]], world, SHAPE)
-    assert bare.peak[0, 0] == 8 / 2 and bare.routing[0, 0] == bare.fetch[0, 0] == 0
+    assert bare.peak[0, 0] == 8 / 2
+    assert bare.routing[0, 0] == bare.computing[0, 0] == bare.fetch[0, 0] == 0
     assert bare.trip[0, 0] == pytest.approx(0.5 + 4 * 10 / 2 / 1000)
     one = homes.with_replicas([(0, 1)])
     plan = LayerPlan.of(load, one, one, world, SHAPE)
@@ -292,6 +309,11 @@ def test_a_placement_becomes_work_by_hand() -> None:
         0.5 + 0.2
     )
     assert near.trip[0, 0] == 0 and near.routing[0, 0] == 0.125
+    # 600 bytes of weights and gradients, both twice; the fullest rank has one replica, then two
+    assert near.computing[0, 0] == pytest.approx(0.25 + 600 / 1200)
+    full = Placement.initial(3, 3, num_slots=2).with_replicas([(0, 1), (2, 1), (0, 2)])
+    both = Work.of([[LayerPlan.of(load, full, full, world, SHAPE)]], world, SHAPE)
+    assert both.computing[0, 0] == pytest.approx(2 * (0.25 + 600 / 1200))
     two = homes.with_replicas([(0, 2)])
     far = Work.of([[LayerPlan.of(load, two, two, world, SHAPE)]], world, SHAPE)
     assert far.fetch[0, 0] == pytest.approx(
@@ -333,6 +355,7 @@ def test_balanced_loads_are_forced_balance_and_one_rank_sends_nothing() -> None:
 
 def test_free_links_leave_compute_alone() -> None:
     free = dataclasses.replace(SLOW, intra=Link(1e18, 0.0), inter=Link(1e18, 0.0), routing=0.0)
+    free = dataclasses.replace(free, memory=1e18, launch=0.0)
     world, load = World(node=(0, 0, 1, 1), speeds=free), np.full((4, 8), 25)
     placement = Placement.initial(8, 4, num_slots=2).with_replicas([(0, 1), (1, 2)])
     time = simulate(
@@ -346,10 +369,10 @@ def test_free_links_leave_compute_alone() -> None:
 
 
 @pytest.mark.parametrize("lifetime", LIFETIMES)
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Work)][:6])
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(Work)][:7])
 def test_more_work_never_shortens_a_step(field: str, lifetime: str) -> None:
     rng = np.random.default_rng(3)
-    many = Work(*rng.random((8, 5, 6)))
+    many = Work(*rng.random((9, 5, 6)))
     timing = Timing(
         dense=0.4, pair=1.0, head=0.3, send=0.1, contention=0.2, recompute=lifetime == "layer"
     )

@@ -7,11 +7,17 @@ import dataclasses
 import pytest
 from shapes import swiglu
 
-from megatron_hecate.plan import CopyCost, LayerShape, Link, Speeds, World
+from megatron_hecate.plan import H100, CopyCost, LayerShape, Link, Speeds, World
 
 pytestmark = pytest.mark.fast
 SPEEDS = Speeds(
-    intra=Link(100.0, 1.0), inter=Link(10.0, 2.0), flops=6.0, routing=0.5, contention=0.25
+    intra=Link(100.0, 1.0),
+    inter=Link(10.0, 2.0),
+    flops=6.0,
+    routing=0.5,
+    contention=0.25,
+    memory=300.0,
+    launch=3.0,
 )
 TWO_NODES, ONE_NODE = World((0, 0, 1, 1), SPEEDS), World((0,) * 4, SPEEDS)
 SHAPE = LayerShape(expert_bytes=200, grad_bytes=400, token_bytes=10, token_flops=4.0)
@@ -43,6 +49,29 @@ def test_inside_one_node_tokens_travel_between_ranks() -> None:
     cost = SHAPE.copy_cost(ONE_NODE)
     assert cost.near == pytest.approx(8 / 2.0) and cost.routing == pytest.approx(0.5 / 2.0)
     assert cost.crossing == pytest.approx(4 * 10 / 100 / 2.0) and cost.hidden == 0  # at 100 bytes/s
+
+
+def test_a_further_expert_of_a_rank_reads_weights_twice_and_adds_to_its_gradient() -> None:
+    # 200 bytes twice, 400 read and written: 1,200 at 300 bytes/s, + 3 s; a token takes 2 s
+    assert SHAPE.expert_seconds(TWO_NODES) == 7.0
+    assert SHAPE.copy_cost(TWO_NODES, hidden=9.0).computing == 3.5
+    assert dataclasses.replace(SHAPE, microbatches=4, fetches=4).copy_cost(
+        ONE_NODE
+    ).computing == pytest.approx(4 * 3.5)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "ffn", "measured", "off"),
+    [(2048, 768, 0.10, 0.63), (7168, 2048, 0.45, -0.43), (4096, 14336, 0.6, -0.02)],
+)
+def test_two_further_experts_as_measured_on_an_h200(
+    hidden: int, ffn: int, measured: float, off: float
+) -> None:
+    """docs/gpu-results.md, milliseconds; its gradients were bf16, so three passes over weights are charged."""
+    world = World((0,), dataclasses.replace(H100, memory=4.8e12))
+    shape = swiglu(hidden, ffn)
+    shape = dataclasses.replace(shape, grad_bytes=shape.expert_bytes / 2)
+    assert 2e3 * shape.expert_seconds(world) / measured - 1 == pytest.approx(off, abs=0.02)
 
 
 def test_every_fetch_return_and_microbatch_counts() -> None:

@@ -56,6 +56,17 @@ def test_doing_nothing_is_the_normal_answer() -> None:
     assert late(HOT, HOMES, ONE_NODE, routing=300.0) is HOMES
 
 
+def test_a_further_expert_of_a_rank_must_pay_and_an_overwritten_one_is_paid() -> None:
+    assert late(HOT, HOMES, ONE_NODE, computing=230.0) is HOMES
+    # 225 tokens less for one replica on each of two ranks; both compute at the same time
+    assert largest_load(HOT, late(HOT, HOMES, ONE_NODE, computing=220.0)) == 175
+    planned = HOMES.with_replicas([(1, 0), (2, 1), (3, 2), (1, 3)])
+    assert largest_load(HOT, late(HOT, planned, ONE_NODE, computing=1e9)) == 175
+    # one rank has a replica already: a first one on other ranks costs nothing more
+    beside = HOMES.with_replicas([(1, 0)])
+    assert largest_load(HOT, late(HOT, beside, ONE_NODE, computing=1e9)) == 175
+
+
 def test_a_jump_is_corrected() -> None:
     after = late(HOT, HOMES, ONE_NODE)
     assert largest_load(HOT, after) == 175 and after.num_replicas >= 2

@@ -95,6 +95,9 @@ def test_links_that_cannot_be(bandwidth: float, latency: float, message: str) ->
         ("routing", -1.0, "routing=-1.0 s must be finite, from 0"),
         ("routing", float("nan"), "routing=nan s"),
         ("routing", float("inf"), "routing=inf s"),
+        ("memory", 0.0, "memory=0.0 bytes/s must be finite, from 1e-09"),
+        ("memory", float("nan"), "memory=nan bytes/s"),
+        ("launch", -1.0, "launch=-1.0 s must be finite, from 0"),
         ("contention", -0.1, "contention=-0.1 must be between 0 and 1"),
         ("contention", float("nan"), "contention=nan"),
     ],
@@ -110,6 +113,7 @@ def test_speeds_that_cannot_be(name: str, value: float, message: str) -> None:
         H100,
         CPU,
         Speeds(Link(1 / 3, 0.0), Link(7e11, 1e-9), flops=1e15 / 7, routing=0.0, contention=0.5),
+        dataclasses.replace(CPU, memory=1e12 / 7, launch=1e-3 / 7),
     ],
 )
 def test_speeds_come_back_from_their_file(speeds: Speeds, tmp_path: Path) -> None:
@@ -118,9 +122,20 @@ def test_speeds_come_back_from_their_file(speeds: Speeds, tmp_path: Path) -> Non
     assert Speeds.load(file) == Speeds.load(str(file)) == speeds
     text = json.loads(file.read_text())
     assert text["origin"] == "two ranks of a test"
-    assert (
-        text["units"] == "bandwidth: bytes/s, latency: s, flops: FLOP/s, routing: s, contention: 1"
-    )
+    units = dict(unit.split(": ") for unit in text["units"].split(", "))
+    assert {*units} == {"bandwidth", "latency", *text} - {"origin", "units", "intra", "inter"}
+
+
+def test_a_file_that_is_older_than_memory_and_launch_has_those_of_an_h100(tmp_path: Path) -> None:
+    file = tmp_path / "speeds.json"
+    dataclasses.replace(CPU, memory=5.0, launch=6.0).save(file, origin="a test")
+    text = json.loads(file.read_text())
+    for names in (("memory",), ("launch",), ("memory", "launch")):
+        file.write_text(json.dumps({key: text[key] for key in text if key not in names}))
+        given = {name: getattr(H100, name) for name in names}
+        assert Speeds.load(file) == dataclasses.replace(
+            CPU, **{"memory": 5.0, "launch": 6.0, **given}
+        )
 
 
 GOOD = dict(
@@ -160,6 +175,9 @@ def _without(name: str) -> dict[str, Any]:
         (json.dumps(GOOD | dict(flops=None)), "TypeError"),
         (json.dumps(GOOD | dict(flops=-5)), "ValueError: flops=-5"),
         (json.dumps(GOOD | dict(routing=float("nan"))), "ValueError: routing=nan"),
+        (json.dumps(GOOD | dict(memory=0)), "ValueError: memory=0"),
+        (json.dumps(GOOD | dict(launch=None)), "TypeError"),
+        (json.dumps(GOOD | dict(launch="soon")), "ValueError.*soon"),
         ("\xff\xfe", "ValueError|Error"),
     ],
 )
