@@ -59,8 +59,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         ),
         Part(
             "rates",
-            "rates of fetches and returns, 1 to 132 blocks and copy engines, against NVLink and "
-            "the GPU's own copy",
+            "rates of fetches and returns, 1 to 132 blocks, against NVLink and the GPU's own copy",
             "python bench/kernels.py --parts rates {tiny}",
             75,
             r"verdicts are made",

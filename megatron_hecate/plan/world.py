@@ -62,7 +62,7 @@ class Speeds:
         routing: fixed overhead of replicas in seconds per microbatch and layer: the exchange of
             loads, quotas, more physical experts.
         contention: time that a hidden copy takes from compute, as a fraction of the copy's
-            duration: 0 with copy engines, 1 if cores do both.
+            duration: 0 if it takes none, 1 if cores do both.
 
     Raises:
         ValueError: if ``flops`` is not above 0, ``routing`` is negative, or ``contention`` is not

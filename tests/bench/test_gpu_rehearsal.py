@@ -105,7 +105,7 @@ ON_PAGE = {
     "report": ["| sm_90 | nvrtc |", "| fssdp_reduce |"],
     "counters": ["| counters | left out ncu not installed |"],
     "sizes": [],
-    "overlap": ["beside transfers**", "| spAG, engines |"],
+    "overlap": ["beside transfers**", "| spAG, 16 |"],
     "step": [
         "**values with replicas against those without**",
         "**a step of one rank**",

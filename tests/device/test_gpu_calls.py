@@ -6,11 +6,10 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from megatron_hecate.comm.nvlink import peers, program
+from megatron_hecate.comm.nvlink import peers
 from megatron_hecate.comm.nvlink.launch import UNDER_WAY, TransferKernels
 from megatron_hecate.device import launch
 from megatron_hecate.device.driver import DriverError
@@ -76,19 +75,15 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     functions = launch._Functions(lambda name: 0x20)
     monkeypatch.setattr(launch, "_load_for_gpu", lambda device: functions)
-    items = np.zeros(2, program.COPY)
-    items["dst"], items["src"], items["bytes"] = (0x1000, 0x2000), (0x3000, 0x4000), 16
     _gpu_of(monkeypatch, (9, 0), 132)
     kernels, at = TransferKernels(torch.device("cuda", 0)), torch.zeros(16, dtype=torch.uint8)
     three = types.SimpleNamespace(ranks=3)
     for call in (
-        lambda: kernels.copy(items),
         lambda: kernels.run_at("fssdp_gather", at),
-        lambda: kernels._synchronize(three, at, 3),
+        lambda: kernels._synchronize(three, at),
     ):
         with pytest.raises(DriverError, match="no driver of CUDA 12 or newer"):
             call()
-    assert not TransferKernels.can_batch_copies()
 
 
 def _gpu_of(

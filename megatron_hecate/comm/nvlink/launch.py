@@ -6,12 +6,10 @@ import ctypes
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_hecate.comm.nvlink.program import TRANSFER, Program
-from megatron_hecate.device import driver
 from megatron_hecate.device.launch import Kernels
 
 # Bandwidth of NVLink in one direction, bytes per second, by major compute capability of the GPU:
@@ -58,38 +56,9 @@ class TransferKernels(Kernels):
             met: called when the barrier is over, or enqueued.
         """
         self._upload(program, at)
-        self._synchronize(program, at, 0)
+        self._synchronize(program, at)
         met()
         self.run_at(name, at)
-
-    def run_by_copy_engines(
-        self,
-        program: Program,
-        at: Tensor,
-        *,
-        stopped: Callable[[], bool],
-        met: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Run all steps of a spAG by plain copies.
-
-        The only kernels are of one thread block, which exchanges signals with the peers.
-
-        Args:
-            program: see `run`.
-            at: see `run`.
-            met: see `run`.
-            stopped: on the host, returns True if a wait failed; the transfer then ends early.
-        """
-        self._upload(program, at)
-        steps = program.copies()
-        for finished in range(len(steps) + 1):
-            self._synchronize(program, at, finished)
-            if not self.on_gpu and stopped():
-                return
-            if finished == 0:
-                met()
-            if finished < len(steps) and len(steps[finished]):
-                self.copy(steps[finished])
 
     def run_at(self, name: str, at: Tensor, *, blocks: int | None = None) -> None:
         """Run the program in ``at`` by the kernel ``name``; its peers have passed the barrier.
@@ -109,54 +78,11 @@ class TransferKernels(Kernels):
             threads=THREADS,
         )
 
-    def _synchronize(self, program: Program, at: Tensor, finished: int) -> None:
-        """Signal ``finished`` steps to the peers and wait until they have finished as many."""
+    def _synchronize(self, program: Program, at: Tensor) -> None:
+        """Tell the peers that this rank has come, and wait for all of them."""
         # One thread per peer.
         threads = -(-program.ranks // WARP) * WARP
-        self.launch(
-            "fssdp_synchronize",
-            ctypes.c_void_p(at.data_ptr()),
-            ctypes.c_uint(finished),
-            blocks=1,
-            threads=threads,
-        )
-
-    def copy(self, items: np.ndarray) -> None:
-        """Enqueue copies for the GPU's copy engines on the current stream, or copy on the host.
-
-        The current stream must not be the default stream, which `cuMemcpyBatchAsync` refuses.
-
-        Args:
-            items: copies, [n] `program.COPY`.
-        """
-        if not self.on_gpu:
-            for item in items:
-                ctypes.memmove(int(item["dst"]), int(item["src"]), int(item["bytes"]))
-            return
-        attributes = driver.CopyAttributes(
-            source_order=driver.IN_STREAM_ORDER, flags=driver.BESIDE_COMPUTING
-        )
-        destinations = np.ascontiguousarray(items["dst"], np.uint64)
-        sources = np.ascontiguousarray(items["src"], np.uint64)
-        sizes = np.ascontiguousarray(items["bytes"], np.uint64)
-        self._ensure_context()
-        driver.call(
-            "cuMemcpyBatchAsync",
-            destinations.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(items),
-            ctypes.byref(attributes),
-            ctypes.c_size_t(0),
-            1,
-            ctypes.c_size_t(),
-            torch.cuda.current_stream().cuda_stream,
-        )
-
-    @staticmethod
-    def can_batch_copies() -> bool:
-        """Return True if the driver has `cuMemcpyBatchAsync`."""
-        return (driver.version() or 0) >= driver.BATCHED_COPIES
+        self.launch("fssdp_synchronize", ctypes.c_void_p(at.data_ptr()), blocks=1, threads=threads)
 
     def _upload(self, program: Program, at: Tensor) -> None:
         """Copy ``program`` to ``at``, on the current stream."""
