@@ -105,8 +105,6 @@ def _check(recordings: Recordings, *, sms: int) -> None:
         print(
             f"{queues} queues, {sms} SMs: beside GEMMs {fetched:.0%} of fetches, {returned:.0%} of returns; {lost}"
         )
-    if sms == 16:
-        return  # what may overlap is then a question of SMs
-    assert shares[32][2] == 0, "with queues enough, whatever may overlap does"
+    assert shares[32][2] == 0, "with queues enough, whatever may overlap does, also on few SMs"
     assert shares[32][0] > 0.5
     assert shares[1][2] > 0, "one queue loses overlap, which the message at switch-on says"

@@ -15,6 +15,8 @@ from megatron_hecate.device.launch import Kernels
 # Bandwidth of NVLink in one direction, bytes per second, by major compute capability of the GPU:
 # A100, H100, B200.
 LINK_RATES: dict[int, float] = {8: 300e9, 9: 450e9, 10: 900e9}
+# Multiprocessors of such a GPU, without MIG and MPS.
+MULTIPROCESSORS: dict[int, int] = {8: 108, 9: 132, 10: 148}
 ROUND_TRIP: float = 2.3e-6  # latency of a read from a peer over a busy link, seconds
 # Bytes from peers that a thread block keeps in flight, by kernel: `IN_FLIGHT` in transfer.cuh.
 UNDER_WAY: dict[str, int] = {"fssdp_gather": 64 << 10, "fssdp_reduce": 32 << 10}
@@ -100,10 +102,11 @@ class TransferKernels(Kernels):
 def _blocks_on(device: torch.device) -> dict[str, int]:
     """Return the thread blocks of a transfer, by kernel.
 
-    Together the blocks keep bandwidth times latency of the link in flight. They wait for peers
-    between steps, so all blocks must run at the same time, together with the work that the peers
-    wait for: each block takes a multiprocessor at most, and all blocks together at most half of the
-    multiprocessors of this process.
+    Together the blocks keep bandwidth times latency of the link in flight. Processes that share a
+    GPU share its link as well, so each has as large a share of the blocks as of the
+    multiprocessors. Blocks wait for peers between steps, so all blocks must run at the same time,
+    together with the work that the peers wait for: each block takes a multiprocessor at most, and
+    all blocks together at most half of the multiprocessors of this process.
     """
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     if multiprocessors < FEWEST:
@@ -113,7 +116,9 @@ def _blocks_on(device: torch.device) -> dict[str, int]:
         )
     major, _ = torch.cuda.get_device_capability(device)
     rate = LINK_RATES.get(major, max(LINK_RATES.values()))
+    whole = MULTIPROCESSORS.get(major, max(MULTIPROCESSORS.values()))
+    share = min(1.0, multiprocessors / whole)
     return {
-        name: min(math.ceil(rate * ROUND_TRIP / size), multiprocessors // 2)
+        name: min(math.ceil(share * math.ceil(rate * ROUND_TRIP / size)), multiprocessors // 2)
         for name, size in UNDER_WAY.items()
     }
