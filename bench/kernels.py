@@ -10,7 +10,7 @@ the data that would cross the link: the chunk, or the gradients.
 There are two verdicts. With the thread blocks of a transfer on an H100 (16 for copies, 32 for
 sums), the payload must reach the bandwidth of NVLink 4 in one direction, 450 GB/s. With 132 blocks,
 one per multiprocessor, reads and writes must reach 90 % (copies) or 85 % (sums) of the rate of the
-GPU's own copy of equal size. Copies of spAG are measured on copy engines as well.
+GPU's own copy of equal size.
 
 *Overlap*: bf16 GEMMs alone, and concurrent with copies on another stream that begin with the GEMMs
 and last longer. The time includes no kernel launches from Python. For *alone*, the same copies run
@@ -49,8 +49,6 @@ EXPERTS = {
     "DeepSeek-V3": 3 * 7168 * 2048,
     "Qwen3-30B-A3B": 3 * 2048 * 768,
 }
-# number of blocks that stands for the copy engines
-ENGINES: int = 0
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 132)
 # thread blocks of a transfer on an H100
 OURS = {"spAG": 16, "spRS": 32}
@@ -84,11 +82,9 @@ class Bench:
         self.weights = torch.randn(sets, 2, elements, device=device, dtype=torch.bfloat16)
         self.grads = torch.randn(sets, SOURCES, elements, device=device)
         self.main_grad = torch.zeros(sets, elements, device=device)
-        # Copies by engines refer to their program's memory, so programs must stay alive.
-        self._programs: list[object] = []
 
     def launches(self, transfer: str) -> list[Callable[[int], None]]:
-        """Build launchers of ``transfer`` per set of buffers; argument: blocks or `ENGINES`."""
+        """Build launchers of ``transfer`` per set of buffers; argument: blocks."""
         return [self._launch(transfer, number) for number in range(len(self.weights))]
 
     def _launch(self, transfer: str, number: int) -> Callable[[int], None]:
@@ -97,22 +93,13 @@ class Bench:
         at = torch.empty(len(program.data), dtype=torch.uint8, device=self.device)
         program.relocate(at.data_ptr())
         at.copy_(torch.from_numpy(program.data))
-        self._programs.append(program)
-        if transfer == "spAG":
-            name = "fssdp_gather"
-            items = program.copies()[0]
-        else:
-            # Copy engines cannot add.
-            name = "fssdp_reduce"
-            items = None
+        name = "fssdp_gather" if transfer == "spAG" else "fssdp_reduce"
         host = None
         if self.device.type == "cpu":
             host = functools.partial(self.kernels.function(name), ctypes.c_void_p(at.data_ptr()))
 
         def launch(blocks: int) -> None:
-            if blocks == ENGINES:
-                self.kernels.copy(items)
-            elif host is not None:
+            if host is not None:
                 host(blocks, 1)
             else:
                 self.kernels.run_at(name, at, blocks=blocks)
@@ -186,15 +173,14 @@ def rates(clock: Clock, *, tiny: bool) -> None:
             payload = bench.payload(transfer)
             own = own_copy(moved, clock)
             launches = bench.launches(transfer)
-            numbers = (ENGINES, *counts) if transfer == "spAG" else counts
-            for blocks in numbers:
+            for blocks in counts:
                 time = clock.time(*(functools.partial(launch, blocks) for launch in launches))
                 rate = moved / time.seconds
                 found[expert, transfer, blocks] = (payload / time.seconds, rate / own, share)
                 table.add(
                     expert=expert,
                     transfer=transfer,
-                    blocks=blocks or "engines",
+                    blocks=blocks,
                     us=time.us,
                     p10=time.low * 1e6,
                     p90=time.high * 1e6,
@@ -262,8 +248,7 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
     all_lasted = True
     for transfer in ("spAG", "spRS"):
         launches = bench.launches(transfer)
-        numbers = (ENGINES, *COUNTS) if transfer == "spAG" else COUNTS
-        for blocks in numbers:
+        for blocks in COUNTS:
             run = functools.partial(launches[0], blocks)
             # Twice the time of the GEMMs, so that the copies outlast GEMMs that they slow down.
             repeats = math.ceil(2 * clock.time(gemms).seconds / clock.time(run).seconds)
@@ -271,7 +256,7 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
             time, lasted = _with_copies(gemms, run, clock, repeats=repeats, beside=True)
             all_lasted &= lasted
             table.add(
-                beside=f"{transfer}, {blocks or 'engines'}",
+                beside=f"{transfer}, {blocks}",
                 alone_ms=alone.seconds * 1e3,
                 ms=time.seconds * 1e3,
                 longer=time.seconds / alone.seconds - 1,

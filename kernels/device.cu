@@ -149,9 +149,9 @@ FSSDP_KERNEL(fssdp_gather, fssdp::Gather)
 FSSDP_KERNEL(fssdp_reduce, fssdp::Reduce)
 
 // Launched with one small block.
-extern "C" __global__ void __launch_bounds__(96) fssdp_synchronize(const fssdp::Transfer* transfers, unsigned steps) {
+extern "C" __global__ void __launch_bounds__(96) fssdp_synchronize(const fssdp::Transfer* transfers) {
   fssdp::Device th;
-  fssdp::synchronize(th, transfers[blockIdx.y], steps);
+  fssdp::synchronize(th, transfers[blockIdx.y]);
 }
 
 // Launched after the gate, with one block.

@@ -195,8 +195,8 @@ void run(const Transfer& t, u32 blocks, u32 threads) {
   if (t.failure->failed) return;
   launch([&t](Host& th) { transfer<Op>(th, t); }, blocks, threads);
 }
-void run_synchronize(const Transfer& t, u32 steps, u32 threads) {
-  launch([&t, steps](Host& th) { synchronize(th, t, steps); }, 1, threads);
+void run_synchronize(const Transfer& t, u32 threads) {
+  launch([&t](Host& th) { synchronize(th, t); }, 1, threads);
 }
 
 template <class Int>
@@ -225,8 +225,8 @@ int fssdp_reduce(const fssdp::Transfer* t, unsigned blocks, unsigned threads) {
   fssdp::run<fssdp::Reduce>(*t, blocks, threads);
   return (int)t->failure->failed;
 }
-int fssdp_synchronize(const fssdp::Transfer* t, unsigned steps) {
-  fssdp::run_synchronize(*t, steps, 1);
+int fssdp_synchronize(const fssdp::Transfer* t) {
+  fssdp::run_synchronize(*t, 1);
   return (int)t->failure->failed;
 }
 unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }

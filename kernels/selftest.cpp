@@ -22,8 +22,8 @@ namespace {
 using namespace fssdp;
 
 // WRITE writes the bytes; CHECK compares them with memory. In the others the bytes are the program
-// of a transfer. COPIES is a gather whose kernels only exchange signals.
-enum Operation : u64 { WRITE, CHECK, GATHER, REDUCE, COPIES };
+// of a transfer.
+enum Operation : u64 { WRITE, CHECK, GATHER, REDUCE };
 
 std::vector<char*> memory;
 
@@ -62,20 +62,6 @@ const Transfer& load(u64 address, const void* program, u64 size, bool sums) {
   return t;
 }
 
-// Copy in place of copy engines: between the signals, in arbitrary order.
-void copies(const Transfer& t, u32 threads) {
-  for (u32 s = 0; s <= t.num_steps; ++s) {
-    run_synchronize(t, s, threads);
-    if (t.failure->failed) return;
-    if (s == t.num_steps) return;
-    const Step& step = t.steps[s];
-    for (u32 i = step.count; i-- > 0;) {
-      const Copy& copy = ((const Copy*)step.items)[i];
-      std::memcpy((void*)copy.dst, (const void*)copy.src, copy.bytes);
-    }
-  }
-}
-
 void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads) {
   for (size_t i = 0; i < script.size();) {
     const u64 op = script[i], address = script[i + 1], size = script[i + 2];
@@ -91,12 +77,8 @@ void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads
         }
     } else {
       const Transfer& t = load(address, bytes, size, op == REDUCE);
-      if (op == COPIES) {
-        copies(t, threads);
-      } else {
-        run_synchronize(t, 0, threads);
-        op == REDUCE ? run<Reduce>(t, blocks, threads) : run<Gather>(t, blocks, threads);
-      }
+      run_synchronize(t, threads);
+      op == REDUCE ? run<Reduce>(t, blocks, threads) : run<Gather>(t, blocks, threads);
       if (t.failure->failed) {
         const Failure& f = *t.failure;
         std::printf("FAIL rank %u waits for rank %u: expected step %u, seen %d\n", f.rank, f.peer, f.expected, (int)f.seen);

@@ -1,5 +1,5 @@
 // A whole transfer: its steps in order, and a final wait until no peer reads this rank's memory any
-// more. Or its signals alone, if copy engines make the copies.
+// more.
 #pragma once
 #include "reduce.cuh"
 
@@ -18,17 +18,15 @@ struct Reduce {
   FSSDP_FN static bool run(Thread& th, const Transfer& t, u32 step) { return sums<IN_FLIGHT / 2>(th, t, step); }
 };
 
-// Barrier: signal that this rank has finished `steps` steps, and wait for the same of all peers.
-// Runs before the first step; if copy engines make the copies, also before every further step and
-// after the last. One small block, because it may wait long.
+// Barrier before the first step: signal that this rank has come, and wait for all peers. One small
+// block, because it may wait long.
 template <class Thread>
-FSSDP_FN void synchronize(Thread& th, const Transfer& t, u32 steps) {
-  tell(th, t, t.begin + steps);
-  await_peers(th, t, steps);
+FSSDP_FN void synchronize(Thread& th, const Transfer& t) {
+  tell(th, t, t.begin);
+  await_peers(th, t, 0u);
 }
 
-// Run all steps, after the barrier: `synchronize` with 0 steps. All blocks must be resident at
-// once.
+// Run all steps, after `synchronize`. All blocks must be resident at once.
 template <class Op, class Thread>
 FSSDP_FN void transfer(Thread& th, const Transfer& t) {
   for (u32 step = 0; step < t.num_steps; ++step) {

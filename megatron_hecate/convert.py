@@ -111,8 +111,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
         model, parts, problems=problems, config=config, speeds=speeds, connection=connection
     )
     judge = functools.partial(_validate_job, config, connection)
-    (lifetime, by_engines), notes = note.agree(timeout=config.timeout, judge=judge)
-    connection.choose_copy_engines(by_engines)
+    lifetime, notes = note.agree(timeout=config.timeout, judge=judge)
     resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
     watchdog.watch(groups, timeout=config.timeout, events=config.record)
     folder = config.folder and Attempt.current().folder_of_model(config.folder)
@@ -164,7 +163,6 @@ def _note(
         problems=problems,
         summary=summary,
         memory=memory,
-        slower_by_engines=connection.slower_by_engines,
         rounds=rounds,
     )
 
@@ -324,11 +322,11 @@ def _job_memory(notes: list[Note]) -> JobMemory:
 
 def _validate_job(
     config: HecateConfig, connection: Connection, notes: list[Note]
-) -> tuple[list[str], tuple[str, bool]]:
-    """Validate the whole job and decide its settings, on rank 0.
+) -> tuple[list[str], str]:
+    """Validate the whole job and decide its lifetime of replicas, on rank 0.
 
     Returns:
-        Problems of the job; its lifetime of replicas, and whether copy engines make copies.
+        Problems of the job, and the lifetime.
     """
     memory = _job_memory(notes)
     lifetime = memory.choose_lifetime(config.lifetime)
@@ -337,7 +335,7 @@ def _validate_job(
     problems = connection.shared_memory_problems(replica_bytes)
     if too_large is not None:
         problems.append(too_large)
-    return problems, (lifetime, Connection.engines_pay([note.slower_by_engines for note in notes]))
+    return problems, lifetime
 
 
 def _print_summary(

@@ -74,7 +74,7 @@ def connect(
     free = _free_bytes()
     transports = _make_transports(name, parts, timeout=timeout, nccl=nccl, can_time=can_time)
     nccl_bytes = free - _free_bytes()
-    failed, usable, slower = _test(name, transports, timeout=timeout)
+    failed, usable = _test(name, transports, timeout=timeout)
     # A rank whose CUDA context was destroyed by the self-test cannot continue with any transport.
     if failed and asked == AUTO and usable:
         why = f"{name} failed its self-test: {'; '.join(failed)}"
@@ -91,7 +91,7 @@ def connect(
     if sites and job["one queue"]:
         exposed = explain_exposed(name, across_domains=job["across"])
     nodes = {group: tuple(part["nodes"]) for group, part in parts.items()}
-    return Connection(name, why, nodes, transports, machines, slower, exposed, max(0, nccl_bytes))
+    return Connection(name, why, nodes, transports, machines, exposed, max(0, nccl_bytes))
 
 
 def _decide(
@@ -126,10 +126,10 @@ def _decide(
 
 def _test(
     name: str, transports: Mapping[Group, Transport], *, timeout: float
-) -> tuple[list[str], bool, float | None]:
+) -> tuple[list[str], bool]:
     """Run the self-test of transport ``name``. Returns as `self_test`."""
     if name != NVLink.name:
-        return [], True, None
+        return [], True
     tested = [transport for transport in transports.values() if isinstance(transport, NVLink)]
     return self_test(tested, device_of_rank(), timeout=timeout)
 

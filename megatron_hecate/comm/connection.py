@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from megatron_hecate.comm.nvlink.peer_memory import COUNTERS, SHARED
 from megatron_hecate.comm.nvlink.transport import NVLink
@@ -25,8 +25,6 @@ class Connection:
         transports: transport of every FSSDP group of this rank; empty if there are problems.
         machines: on rank 0, host name and free bytes of shared memory of every rank of the job;
             empty on other ranks.
-        slower_by_engines: seconds of a fetch by copy engines on this rank, minus seconds of a fetch
-            by our kernels on the slowest rank; ``None`` where copy engines were not tried.
         exposed: on rank 0, explanation of transfers that compute waits for, with the way out; empty
             where none are known at setup.
         nccl_bytes: bytes of this rank's GPU that NCCL took to connect the ranks.
@@ -37,24 +35,8 @@ class Connection:
     nodes: Mapping[Group, tuple[int, ...]]
     transports: Mapping[Group, Transport]
     machines: Sequence[tuple[str, int]] = ()
-    slower_by_engines: float | None = None
     exposed: str = ""
     nccl_bytes: int = 0
-
-    @staticmethod
-    def engines_pay(slower_by_engines: Iterable[float | None]) -> bool:
-        """Return True if copy engines are faster on the slowest rank of the job.
-
-        Args:
-            slower_by_engines: `slower_by_engines` of every rank of the job.
-        """
-        return all(seconds is not None and seconds < 0 for seconds in slower_by_engines)
-
-    def choose_copy_engines(self, chosen: bool) -> None:
-        """Copy by copy engines if ``chosen``, else by our kernels; the same on all ranks."""
-        for transport in self.transports.values():
-            if isinstance(transport, NVLink):
-                transport.copy_engines = chosen
 
     def shared_memory_problems(self, replica_bytes: Mapping[int, int]) -> list[str]:
         """Return an error for every node with too little shared memory for its CPU ranks. Rank 0.

@@ -141,7 +141,10 @@ def explain_exposed(transport: str, *, across_domains: bool) -> str:
             "--moe-fssdp-transport p2p it waits for less"
         )
     else:
-        exposed = "each transfer is one kernel that overlaps with compute; copy engines are unused"
+        exposed = (
+            "each transfer is one kernel that overlaps with compute, with less of it than with "
+            "several queues"
+        )
     return (
         "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue. With transport "
         f"{transport} {exposed}. Unset it, or set 32, where Megatron allows that: on Blackwell, or "

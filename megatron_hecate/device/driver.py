@@ -9,12 +9,10 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import POINTER, c_char_p, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from ctypes import POINTER, c_char_p, c_int, c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 LIBRARY = "libcuda.so.1"
-# CUDA 12.8 introduced cuMemcpyBatchAsync. CUDA 13 changed its arguments, but keeps this version.
-BATCHED_COPIES: int = 12080
 _HANDLE, _OUT = c_void_p, POINTER(c_void_p)
 # Per function: the CUDA version that introduced this signature, and the argument types.
 _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
@@ -30,20 +28,6 @@ _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuKernelSetAttribute": (12000, (c_int, c_int, _HANDLE, c_int)),
     "cuLaunchKernel": (4000, (_HANDLE, *(c_uint,) * 7, _HANDLE, _OUT, _OUT)),
     "cuLaunchCooperativeKernel": (9000, (_HANDLE, *(c_uint,) * 7, _HANDLE, _OUT)),
-    "cuMemcpyBatchAsync": (
-        BATCHED_COPIES,
-        (
-            c_void_p,
-            c_void_p,
-            c_void_p,
-            c_size_t,
-            c_void_p,
-            POINTER(c_size_t),
-            c_size_t,
-            POINTER(c_size_t),
-            _HANDLE,
-        ),
-    ),
 }
 
 
@@ -51,20 +35,7 @@ class DriverError(RuntimeError):
     """Failed driver call, or missing driver."""
 
 
-class CopyAttributes(ctypes.Structure):
-    """``CUmemcpyAttributes``; its location hints affect managed memory only."""
-
-    _fields_ = (
-        ("source_order", c_int),
-        ("source_hint", c_int * 2),
-        ("destination_hint", c_int * 2),
-        ("flags", c_uint),
-    )
-
-
-IN_STREAM_ORDER: int = 1  # CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
 DYNAMIC_SHARED_BYTES: int = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-BESIDE_COMPUTING: int = 1  # CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
 
 
 def call(name: str, *arguments: Any) -> None:

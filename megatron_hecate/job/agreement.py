@@ -32,7 +32,6 @@ class Note:
         problems: reasons why this rank cannot switch FSSDP on.
         summary: the layers' part of the line "FSSDP on".
         memory: fields of `RankMemory`, needed and free bytes; empty without MoE layers.
-        slower_by_engines: see `Connection`.
         rounds: line about the rounds of a gradient return (`P2P.explain_rounds`), or empty.
         experts: description of an expert in each layer, which must be equal on all ranks; empty
             with problems.
@@ -43,7 +42,6 @@ class Note:
     problems: list[str] = dataclasses.field(default_factory=list)
     summary: str = ""
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
-    slower_by_engines: float | None = None
     rounds: str = ""
     experts: list[str] = dataclasses.field(default_factory=list)
 

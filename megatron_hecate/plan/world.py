@@ -62,7 +62,7 @@ class Speeds:
         routing: fixed overhead of replicas in seconds per microbatch and layer: the exchange of
             loads, quotas.
         contention: time that a hidden copy takes from compute, as a fraction of the copy's
-            duration: 0 with copy engines, 1 if cores do both.
+            duration: 0 if it takes none, 1 if cores do both.
         memory: bytes/s of one rank's memory.
         launch: seconds per microbatch of one more physical expert on a rank, forward and backward,
             beside its memory traffic.

@@ -108,7 +108,7 @@ ON_PAGE = {
     "rates": ["**rates, GB/s**", "**verdicts**", "16 blocks move"],
     "report": ["| sm_90 | nvrtc |", "| fssdp_reduce |"],
     "counters": ["| counters | left out ncu not installed |"],
-    "overlap": ["beside transfers**", "| spAG, "],
+    "overlap": ["beside transfers**", "| spAG, 16 |"],
     "gemm": ["left out transformer_engine and transformer_engine_torch not installed"],
     "host": ["left out transformer_engine and transformer_engine_torch and megatron not installed"],
     "demo": ["| demo | left out megatron not installed |"],

@@ -17,9 +17,7 @@ from ranks import ranks
 from megatron_hecate.code_cache import KERNELS
 from megatron_hecate.comm import connect as module
 from megatron_hecate.comm.connect import Connection, connect
-from megatron_hecate.comm.nvlink import selftest
 from megatron_hecate.comm.nvlink.transport import NVLink
-from megatron_hecate.job.agreement import Note
 
 NOTHING = types.SimpleNamespace(wait=lambda: None)  # a transfer that moves nothing
 SITE_OF_THIS_RANK = module._Site.of_this_rank
@@ -157,10 +155,9 @@ def test_a_transport_that_moves_wrong_bytes_fails_its_self_test() -> None:
     )
 
 
-@pytest.mark.parametrize("engines", [False, True])
 @ranks(2)
-def test_wrong_bytes_on_one_rank_do_not_hold_up_the_others(engines: bool) -> None:
-    """They end the self-test on all ranks alike, also where copy engines could be tried."""
+def test_wrong_bytes_on_one_rank_do_not_hold_up_the_others() -> None:
+    """They end the self-test on all ranks alike."""
     fetch, group = NVLink.fetch, (0, 1)
 
     def wrong(transport: NVLink, plan: Any, homes: Any, slots: Any, **settings: Any) -> Any:
@@ -171,60 +168,11 @@ def test_wrong_bytes_on_one_rank_do_not_hold_up_the_others(engines: bool) -> Non
 
     if dist.get_rank() == 1:
         NVLink.fetch = wrong
-    selftest._can_use_copy_engines = lambda device: engines
     _on_nvlink("aa")
     connection = connect("auto", [group], [], timeout=20.0)
     assert connection.name == connection.transports[group].name == "p2p"
     text = "rank 1 received wrong weights from ranks [0]"
     assert connection.why == f"nvlink failed its self-test: {text}"
-
-
-@ranks(2)
-def test_wrong_bytes_by_copy_engines_on_one_rank_rule_out_only_these() -> None:
-    fetch = NVLink.fetch
-
-    def wrong(transport: NVLink, plan: Any, homes: Any, slots: Any, **settings: Any) -> Any:
-        transfer = fetch(transport, plan, homes, slots, **settings)
-        transfer.wait()
-        if transport.copy_engines:
-            slots[0].zero_()
-        return transfer
-
-    if dist.get_rank() == 1:
-        NVLink.fetch = wrong
-    selftest._can_use_copy_engines = lambda device: True
-    problems: list[str] = []
-    connection = connect("nvlink", [(0, 1)], problems, timeout=20.0)
-    assert (connection.name, problems) == ("nvlink", [])
-    assert not Connection.engines_pay([connection.slower_by_engines])
-
-
-@pytest.mark.parametrize(
-    ("by_engines", "chosen"), [((0.5, 1.9), True), ((0.5, 2.0), False), ((None, 0.5), False)]
-)
-@ranks(2)
-def test_copy_engines_make_copies_where_they_are_faster_on_the_slowest_rank(
-    by_engines: tuple, chosen: bool
-) -> None:
-    """As if CPU ranks had some. ``None``: they move wrong bytes, which is no problem, since kernels do not."""
-    rank, transports = dist.get_rank(), []
-
-    def seconds(transport: NVLink, device: Any) -> float:
-        transports.append(transport)
-        if transport.copy_engines and by_engines[rank] is None:
-            raise RuntimeError("wrong bytes")
-        return by_engines[rank] if transport.copy_engines else (1.0, 2.0)[rank]
-
-    selftest._can_use_copy_engines, selftest._fetch_seconds = lambda device: True, seconds
-    connection = connect("nvlink", [(0, 1)], [], timeout=20.0)
-    assert connection.transports[0, 1] is transports[0] and len(transports) == 2, "tested with both"
-    note = Note(layers=["layer 1"], slower_by_engines=connection.slower_by_engines)
-    decided, _ = note.agree(
-        timeout=20.0,
-        judge=lambda notes: ([], Connection.engines_pay(note.slower_by_engines for note in notes)),
-    )
-    connection.choose_copy_engines(decided)
-    assert transports[0].copy_engines is chosen
 
 
 @pytest.mark.parametrize("transport", ["p2p", "nvlink"])

@@ -8,21 +8,18 @@ That the stand-in notices is shown by faults planted here.
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from one_layer import HOMES, KINDS, Reference, Sums, allocate, check, copies, make_transport
 from ranks import ranks
 
-from megatron_hecate.comm.nvlink import program, selftest
 from megatron_hecate.comm.nvlink.launch import TransferKernels
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device import driver as calls
@@ -37,7 +34,6 @@ from megatron_hecate.routing.tables import GroupShape
 pytestmark = pytest.mark.newest
 APART = ((0, 1), (2, 3))
 KERNELS = "fssdp_synchronize fssdp_gather fssdp_reduce"  # ranks meet by the first
-ENGINES = "fssdp_synchronize fssdp_reduce"
 
 
 @pytest.mark.parametrize(
@@ -45,17 +41,15 @@ ENGINES = "fssdp_synchronize fssdp_reduce"
     [pytest.param((), marks=pytest.mark.slow), APART],
     ids=["one domain", "two domains"],
 )
-@pytest.mark.parametrize("copy_engines", [False, True], ids=["kernels", "copy engines"])
 @ranks(4)
-def test_transfers(domains: tuple, copy_engines: bool) -> None:
+def test_transfers(domains: tuple) -> None:
     import gpu_on_cpu
 
     driver = gpu_on_cpu.install()
-    transport = make_transport("nvlink", domains, copy_engines=copy_engines)
+    transport = make_transport("nvlink", domains)
     check(transport, Reference(0, torch.bfloat16, domains), gpu_on_cpu.GPU)
     assert not driver.faults, driver.log
-    assert set(driver.launched) == set((ENGINES if copy_engines else KERNELS).split())
-    assert any(line.startswith("copies ") for line in driver.log) == copy_engines
+    assert set(driver.launched) == set(KERNELS.split())
     streams = {launch["stream"] for launch in gpu_on_cpu.launches(driver.log)}
     assert len(streams) == 1 and "(nil)" not in streams, (
         "transfers have one stream, which is not the default one"
@@ -90,7 +84,7 @@ def test_both_transports_give_the_same_bits() -> None:
 
 @ranks(1)
 def test_ranks_of_one_launch() -> None:
-    """What `test_virtual_ranks` does on a GPU: its launches and copies, at small sizes."""
+    """What `test_virtual_ranks` does on a GPU: its launches, at small sizes."""
     import gpu_on_cpu
     from virtual_ranks import check_one_hot_experts, check_random_placements
 
@@ -99,7 +93,6 @@ def test_ranks_of_one_launch() -> None:
     check_one_hot_experts("cuda", (2 * 3333, 3333))
     assert not driver.faults, driver.log
     assert set(driver.launched) == set(KERNELS.split())
-    assert any(line.startswith("copies ") for line in driver.log)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -137,10 +130,10 @@ def test_layers_of_two_sizes_that_need_much_shared_memory() -> None:
     assert not driver.faults and driver.launched == ["fssdp_quotas"] * 3, driver.log
 
 
-@pytest.mark.parametrize("version", [13000, 12090, 12070])
+@pytest.mark.parametrize("version", [13000, 12070])
 @ranks(2)
-def test_self_test_chooses(version: int) -> None:
-    """As if each rank had a GPU. Where copy engines do not do it, kernels do."""
+def test_switch_on(version: int) -> None:
+    """As if each rank had a GPU, whose driver has this version."""
     import gpu_on_cpu
 
     from megatron_hecate.comm import connect
@@ -148,8 +141,6 @@ def test_self_test_chooses(version: int) -> None:
 
     driver = gpu_on_cpu.install(version=version)
     job_device.on_gpus = connect.on_gpus = lambda: True
-    selftest.TIMED_ELEMENTS = 1 << 20
-    os.environ.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
     problems: list[str] = []
     connection = connect.connect("auto", [(0, 1)], problems, timeout=20.0)
     assert (connection.name, problems) == ("nvlink", []) and not driver.faults, (
@@ -158,31 +149,7 @@ def test_self_test_chooses(version: int) -> None:
     )
     (transport,) = connection.transports.values()
     assert set(driver.launched) == set(KERNELS.split())
-    assert (
-        any(line.startswith("copies ") for line in driver.log) == TransferKernels.can_batch_copies()
-    )
     check(transport, Reference(0, torch.bfloat16), gpu_on_cpu.GPU)
-
-
-@pytest.mark.parametrize("version", [12070, 12080, 12090, 13000])
-@ranks(1)
-def test_copies_are_batched_where_the_driver_takes_them(version: int) -> None:
-    """The driver has batches since 12.8. Oracle: its header, which says in which version a function has which type."""
-    import gpu_on_cpu
-
-    driver = gpu_on_cpu.install(version=version)
-    items, memory = np.zeros(1, program.COPY), torch.arange(64, dtype=torch.uint8)
-    items["src"], items["dst"], items["bytes"] = memory.data_ptr(), memory.data_ptr() + 32, 16
-    with torch.cuda.stream(torch.cuda.Stream()):
-        if version < 12080:
-            assert not TransferKernels.can_batch_copies()
-            with pytest.raises(RuntimeError, match=r"no cuMemcpyBatchAsync of CUDA 12\.8"):
-                TransferKernels(gpu_on_cpu.GPU).copy(items)
-        else:
-            assert TransferKernels.can_batch_copies()
-            TransferKernels(gpu_on_cpu.GPU).copy(items)
-            assert memory[32:48].tolist() == list(range(16))
-    assert not driver.faults, driver.log
 
 
 @ranks(2)
@@ -222,8 +189,6 @@ def test_threads_without_a_context() -> None:
     import megatron_on_cpu
 
     driver = gpu_on_cpu.install()
-    items, memory = np.zeros(1, program.COPY), torch.arange(64, dtype=torch.uint8)
-    items["src"], items["dst"], items["bytes"] = memory.data_ptr(), memory.data_ptr() + 32, 16
     kernels, routing_map = TransferKernels(gpu_on_cpu.GPU), torch.ones(5, 3, dtype=torch.bool)
 
     def in_new_thread(call: Callable[[], Any]) -> Any:
@@ -242,8 +207,7 @@ def test_threads_without_a_context() -> None:
         )
     driver.clear()
     assert in_new_thread(lambda: CountedTokens.of(routing_map, kernels)).loads.tolist() == [5, 5, 5]
-    in_new_thread(lambda: kernels.copy(items))
-    assert memory[32:48].tolist() == list(range(16)) and not driver.faults, driver.log
+    assert not driver.faults, driver.log
 
 
 @ranks(1)
@@ -338,20 +302,8 @@ def test_planted_faults_are_noticed() -> None:
     kernels, at = TransferKernels(gpu_on_cpu.GPU), ctypes.c_void_p(4096)
     torch.cuda.set_stream(torch.cuda.Stream())
 
-    def launch(
-        *arguments: Any, name: str = "fssdp_gather", blocks: int = 1, threads: int = 256
-    ) -> Callable:
-        return lambda: kernels.launch(name, *arguments, blocks=blocks, threads=threads)
-
-    def batch(**changed: Any) -> Callable:
-        memory = torch.arange(64, dtype=torch.uint8)
-        items = np.zeros(2, program.COPY)
-        items["src"], items["dst"], items["bytes"] = (0, 8), (32, 40), 8
-        for name, values in changed.items():
-            items[name] = values
-        items["src"] += memory.data_ptr()
-        items["dst"] += memory.data_ptr()
-        return lambda: (kernels.copy(items), memory)
+    def launch(*arguments: Any, blocks: int = 1, threads: int = 256) -> Callable:
+        return lambda: kernels.launch("fssdp_gather", *arguments, blocks=blocks, threads=threads)
 
     def on_default_stream(call: Callable) -> Callable:
         def run() -> None:
@@ -364,18 +316,10 @@ def test_planted_faults_are_noticed() -> None:
         (launch(at, at), "fssdp_gather: 2 arguments, it takes 1"),
         (launch(), "fssdp_gather: 0 arguments, it takes 1"),
         (launch(ctypes.c_uint(1)), "fssdp_gather: argument 0 has 4 bytes, it takes 8"),
-        (
-            launch(at, at, name="fssdp_synchronize", threads=96),
-            "fssdp_synchronize: argument 1 has 8 bytes, it takes 4",
-        ),
         (launch(at, threads=257), "fssdp_gather: 257 threads, it allows 256"),
         (launch(at, blocks=0), "fssdp_gather: an empty grid or block"),
         (launch(at, blocks=33), "fssdp_gather: 33 blocks wait for each other on 32 SMs"),
         (on_default_stream(launch(at)), "fssdp_gather: on the default stream"),
-        (on_default_stream(batch()), "cuMemcpyBatchAsync: on the default stream"),
-        (batch(dst=(32, 36)), "cuMemcpyBatchAsync: copies 0 and 1 write the same memory"),
-        (batch(dst=(32, 4)), "cuMemcpyBatchAsync: copy 1 writes what copy 0 reads"),
-        (batch(bytes=(8, 0)), "cuMemcpyBatchAsync: copy 1 is of nothing"),
     ]
     for call, expected in faults:
         driver.clear()
@@ -383,7 +327,5 @@ def test_planted_faults_are_noticed() -> None:
             call()
         assert driver.faults == [expected]
     driver.clear()
-    _, memory = batch()()
-    assert memory[32:48].tolist() == list(range(16)) and not driver.faults
     with pytest.raises(RuntimeError, match="cuLibraryGetKernel failed: CUDA_ERROR_NOT_FOUND"):
         Kernels(gpu_on_cpu.GPU).function("fssdp_nothing")

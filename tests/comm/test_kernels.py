@@ -47,9 +47,9 @@ def _write_script(path: Path, *, shift: int, seed: int, blocks: int) -> None:
     program.TILE = TILE
     script = Script(Setup(6, 3, 2, (1000, 123, 5000, 7), shift=shift), begin=WRAP)
     script.iteration(one_hot(6, 1, 5))
-    script.iteration(one_hot(6, 2, 5), by_copies=True)
-    for i in range(6):
-        script.iteration(random_copies(rng, ranks=6, slots=3, experts=2), by_copies=i % 3 == 1)
+    script.iteration(one_hot(6, 2, 5))
+    for _ in range(6):
+        script.iteration(random_copies(rng, ranks=6, slots=3, experts=2))
     script.iteration([])
     script.end()
     script.write(path, blocks=blocks, threads=2)

@@ -50,10 +50,9 @@ def _run(command: list[str], *, timeout: float = 600, **environment: str) -> str
     return done.stdout
 
 
-@pytest.mark.parametrize("copies_by", ["kernels", "engines"])
-def test_processes_that_share_a_gpu(copies_by: str) -> None:
+def test_processes_that_share_a_gpu() -> None:
     """Contexts take turns on the GPU, so this is slow, and says nothing of speed."""
-    said = _run([*TORCHRUN, "--nproc-per-node=4", __file__, copies_by], **SHARED)
+    said = _run([*TORCHRUN, "--nproc-per-node=4", __file__, "together"], **SHARED)
     assert "all as it should be" in said
 
 
@@ -153,11 +152,7 @@ def _main() -> None:
     if sys.argv[1] == "alone":
         _alone(device)
         return
-    check(
-        make_transport("nvlink", copy_engines=sys.argv[1] == "engines"),
-        Reference(0, torch.bfloat16),
-        device,
-    )
+    check(make_transport("nvlink"), Reference(0, torch.bfloat16), device)
     torch.cuda.synchronize()
     dist.barrier()
     if dist.get_rank() == 0:

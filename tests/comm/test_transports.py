@@ -53,18 +53,9 @@ def test_every_kind_of_plan(name: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("domains", [APART, UNEVEN], ids=["two domains", "uneven"])
-@pytest.mark.parametrize("copy_engines", [False, True], ids=["kernels", "copy engines"])
 @ranks(4)
-def test_several_nvlink_domains(domains: tuple, copy_engines: bool) -> None:
-    check(
-        make_transport("nvlink", domains, copy_engines=copy_engines),
-        Reference(0, torch.bfloat16, domains),
-    )
-
-
-@ranks(4)
-def test_copies_by_copy_engines() -> None:
-    check(make_transport("nvlink", copy_engines=True), Reference(0))
+def test_several_nvlink_domains(domains: tuple) -> None:
+    check(make_transport("nvlink", domains), Reference(0, torch.bfloat16, domains))
 
 
 SEEDS = [range(4), pytest.param(range(4, 150), marks=pytest.mark.slow)]
@@ -167,17 +158,14 @@ def test_rounds_of_gradients_are_told(elements: int, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "domains"),
-    [("p2p", ()), ("nvlink", ()), ("nvlink", APART), ("copy engines", ())],
-    ids=["p2p", "one domain", "two domains", "copy engines"],
+    [("p2p", ()), ("nvlink", ()), ("nvlink", APART)],
+    ids=["p2p", "one domain", "two domains"],
 )
 @ranks(4)
 def test_being_late_is_not_copying(name: str, domains: tuple) -> None:
     """A fetch is timed from when all that take part have come: oracle, a note that rank 2 leaves in the store before it
     begins. It and rank 1 have a replica of the same expert, rank 3 has nothing. Each rank has a time in the end."""
-    transport = make_transport(
-        name.replace("copy engines", "nvlink"), domains, copy_engines=name == "copy engines"
-    )
-    (layer,) = allocate(transport, CPU, torch.float32)
+    (layer,) = allocate(make_transport(name, domains), CPU, torch.float32)
     store, mark, looked = _get_default_store(), Stopwatch.mark, []
 
     def look(watch: Stopwatch, when: str) -> None:

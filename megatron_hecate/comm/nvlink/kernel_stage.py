@@ -73,36 +73,29 @@ class KernelStage:
     peers: Peers
     begin: int
 
-    def run(self, kernels: TransferKernels, *, copy_engines: bool) -> None:
+    def run(self, kernels: TransferKernels) -> None:
         """Run the stage on the current stream, or on the host.
 
         Args:
             kernels: kernels of transfers.
-            copy_engines: True to make the copies of a spAG by copy engines.
 
         Raises:
             TransferError: a peer died or did not answer in time, in this or an earlier transfer.
         """
         start = time.monotonic()
         if self.peers.failure is None:
-            self._launch(kernels, copy_engines=copy_engines)
+            self._launch(kernels)
         if self.peers.failure is not None:
             raise TransferError(self._explain_failure(time.monotonic() - start))
 
-    def _launch(self, kernels: TransferKernels, *, copy_engines: bool) -> None:
+    def _launch(self, kernels: TransferKernels) -> None:
         """Upload the program and launch it."""
         program = self.program
         peers = self.peers
-        met = self.job.mark_begin
+        name = "fssdp_reduce" if self.job.sums else "fssdp_gather"
         at = torch.empty(len(program.data), dtype=torch.uint8, device=peers.device)
         try:
-            if copy_engines and not self.job.sums:
-                kernels.run_by_copy_engines(
-                    program, at, stopped=lambda: peers.failure is not None, met=met
-                )
-            else:
-                name = "fssdp_reduce" if self.job.sums else "fssdp_gather"
-                kernels.run(name, program, at, met=met)
+            kernels.run(name, program, at, met=self.job.mark_begin)
         except RuntimeError:
             # With a recorded failure the barrier of the peers timed out, which ends the CUDA
             # context; `run` then raises an error with the reason.

@@ -6,17 +6,17 @@ import ctypes
 import math
 from collections.abc import Callable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_hecate.comm.nvlink.program import TRANSFER, Program
-from megatron_hecate.device import driver
 from megatron_hecate.device.launch import Kernels
 
 # Bandwidth of NVLink in one direction, bytes per second, by major compute capability of the GPU:
 # A100, H100, B200.
 LINK_RATES: dict[int, float] = {8: 300e9, 9: 450e9, 10: 900e9}
+# Multiprocessors of such a GPU, without MIG and MPS.
+MULTIPROCESSORS: dict[int, int] = {8: 108, 9: 132, 10: 148}
 ROUND_TRIP: float = 2.3e-6  # latency of a read from a peer over a busy link, seconds
 # Bytes from peers that a thread block keeps in flight, by kernel: `IN_FLIGHT` in transfer.cuh.
 UNDER_WAY: dict[str, int] = {"fssdp_gather": 64 << 10, "fssdp_reduce": 32 << 10}
@@ -58,38 +58,9 @@ class TransferKernels(Kernels):
             met: called when the barrier is over, or enqueued.
         """
         self._upload(program, at)
-        self._synchronize(program, at, 0)
+        self._synchronize(program, at)
         met()
         self.run_at(name, at)
-
-    def run_by_copy_engines(
-        self,
-        program: Program,
-        at: Tensor,
-        *,
-        stopped: Callable[[], bool],
-        met: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Run all steps of a spAG by plain copies.
-
-        The only kernels are of one thread block, which exchanges signals with the peers.
-
-        Args:
-            program: see `run`.
-            at: see `run`.
-            met: see `run`.
-            stopped: on the host, returns True if a wait failed; the transfer then ends early.
-        """
-        self._upload(program, at)
-        steps = program.copies()
-        for finished in range(len(steps) + 1):
-            self._synchronize(program, at, finished)
-            if not self.on_gpu and stopped():
-                return
-            if finished == 0:
-                met()
-            if finished < len(steps) and len(steps[finished]):
-                self.copy(steps[finished])
 
     def run_at(self, name: str, at: Tensor, *, blocks: int | None = None) -> None:
         """Run the program in ``at`` by the kernel ``name``; its peers have passed the barrier.
@@ -109,54 +80,11 @@ class TransferKernels(Kernels):
             threads=THREADS,
         )
 
-    def _synchronize(self, program: Program, at: Tensor, finished: int) -> None:
-        """Signal ``finished`` steps to the peers and wait until they have finished as many."""
+    def _synchronize(self, program: Program, at: Tensor) -> None:
+        """Tell the peers that this rank has come, and wait for all of them."""
         # One thread per peer.
         threads = -(-program.ranks // WARP) * WARP
-        self.launch(
-            "fssdp_synchronize",
-            ctypes.c_void_p(at.data_ptr()),
-            ctypes.c_uint(finished),
-            blocks=1,
-            threads=threads,
-        )
-
-    def copy(self, items: np.ndarray) -> None:
-        """Enqueue copies for the GPU's copy engines on the current stream, or copy on the host.
-
-        The current stream must not be the default stream, which `cuMemcpyBatchAsync` refuses.
-
-        Args:
-            items: copies, [n] `program.COPY`.
-        """
-        if not self.on_gpu:
-            for item in items:
-                ctypes.memmove(int(item["dst"]), int(item["src"]), int(item["bytes"]))
-            return
-        attributes = driver.CopyAttributes(
-            source_order=driver.IN_STREAM_ORDER, flags=driver.BESIDE_COMPUTING
-        )
-        destinations = np.ascontiguousarray(items["dst"], np.uint64)
-        sources = np.ascontiguousarray(items["src"], np.uint64)
-        sizes = np.ascontiguousarray(items["bytes"], np.uint64)
-        self._ensure_context()
-        driver.call(
-            "cuMemcpyBatchAsync",
-            destinations.ctypes.data,
-            sources.ctypes.data,
-            sizes.ctypes.data,
-            len(items),
-            ctypes.byref(attributes),
-            ctypes.c_size_t(0),
-            1,
-            ctypes.c_size_t(),
-            torch.cuda.current_stream().cuda_stream,
-        )
-
-    @staticmethod
-    def can_batch_copies() -> bool:
-        """Return True if the driver has `cuMemcpyBatchAsync`."""
-        return (driver.version() or 0) >= driver.BATCHED_COPIES
+        self.launch("fssdp_synchronize", ctypes.c_void_p(at.data_ptr()), blocks=1, threads=threads)
 
     def _upload(self, program: Program, at: Tensor) -> None:
         """Copy ``program`` to ``at``, on the current stream."""
@@ -174,10 +102,11 @@ class TransferKernels(Kernels):
 def _blocks_on(device: torch.device) -> dict[str, int]:
     """Return the thread blocks of a transfer, by kernel.
 
-    Together the blocks keep bandwidth times latency of the link in flight. They wait for peers
-    between steps, so all blocks must run at the same time, together with the work that the peers
-    wait for: each block takes a multiprocessor at most, and all blocks together at most half of the
-    multiprocessors of this process.
+    Together the blocks keep bandwidth times latency of the link in flight. Processes that share a
+    GPU share its link as well, so each has as large a share of the blocks as of the
+    multiprocessors. Blocks wait for peers between steps, so all blocks must run at the same time,
+    together with the work that the peers wait for: each block takes a multiprocessor at most, and
+    all blocks together at most half of the multiprocessors of this process.
     """
     multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
     if multiprocessors < FEWEST:
@@ -187,7 +116,9 @@ def _blocks_on(device: torch.device) -> dict[str, int]:
         )
     major, _ = torch.cuda.get_device_capability(device)
     rate = LINK_RATES.get(major, max(LINK_RATES.values()))
+    whole = MULTIPROCESSORS.get(major, max(MULTIPROCESSORS.values()))
+    share = min(1.0, multiprocessors / whole)
     return {
-        name: min(math.ceil(rate * ROUND_TRIP / size), multiprocessors // 2)
+        name: min(math.ceil(share * math.ceil(rate * ROUND_TRIP / size)), multiprocessors // 2)
         for name, size in UNDER_WAY.items()
     }

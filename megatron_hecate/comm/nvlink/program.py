@@ -217,15 +217,6 @@ class Program:
         _ALL_STEPS.pack_into(self._bytes, _STEPS, *steps)
         self._at = at
 
-    def copies(self) -> list[np.ndarray]:
-        """Return the `COPY` items of every step of a spAG."""
-        transfer = self.data[: TRANSFER.itemsize].view(TRANSFER)[0]
-        found = []
-        for step in transfer["steps"][: transfer["num_steps"]]:
-            begin = int(step["items"]) - self._at
-            found.append(self.data[begin : begin + int(step["count"]) * COPY.itemsize].view(COPY))
-        return found
-
     def _explain(
         self, problem: Problem, schedule: TransferSchedule, memory: Sequence[Sequence[Extent]]
     ) -> str:

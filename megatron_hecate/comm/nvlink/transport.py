@@ -1,8 +1,7 @@
 """The transport ``nvlink``: spAG and spRS by our kernels, over memory shared by peers (`peers`).
 
 The receiver pulls. A home sums its replicas' gradients in one pass, into fp32 main gradients where
-they exist. Between NVLink domains stripes are sent as messages (`domains`). The GPU's copy engines
-may make the copies of a spAG.
+they exist. Between NVLink domains stripes are sent as messages (`domains`).
 """
 
 from __future__ import annotations
@@ -46,7 +45,6 @@ class NVLink:
         domain: process group of this rank's NVLink domain, in order of the ranks in ``group``.
         domains: NVLink domains as ranks of ``group``; every rank is in one domain.
         timeout: seconds per wait.
-        copy_engines: True to make the copies of a spAG by copy engines.
     """
 
     name = "nvlink"
@@ -59,11 +57,9 @@ class NVLink:
         *,
         domains: Domains,
         timeout: float,
-        copy_engines: bool = False,
     ) -> None:
         self.group = group
         self.timeout = timeout
-        self.copy_engines = copy_engines
         self._domain = domain
         self._domains = tuple(map(tuple, domains))
         self._domain_sizes = [len(ranks) for ranks in self._domains]
@@ -326,7 +322,7 @@ class NVLink:
         )
         program = self._make_program(schedule, job, begin=begin)
         stage = KernelStage(job, schedule, program, peers, begin)
-        return lambda: stage.run(self._kernels, copy_engines=self.copy_engines)
+        return lambda: stage.run(self._kernels)
 
     def _make_program(self, schedule: TransferSchedule, job: TransferJob, *, begin: int) -> Program:
         """Create the program of a stage inside the domain."""

@@ -13,7 +13,6 @@
 #include <stdlib.h>
 #include <string.h>
 #undef cuGetProcAddress
-#undef cuMemcpyBatchAsync
 
 enum { MAX_KERNELS = 64, MAX_PARAMS = 16, MAX_RANKS = 72, LOG = 1 << 22 };
 // Attributes of a kernel in a cubin, as `cuobjdump -elf` names them.
@@ -236,38 +235,6 @@ static CUresult launch_cooperative(CUfunction f, unsigned gx, unsigned gy, unsig
   return CUDA_SUCCESS;
 }
 
-static CUresult copy_batch(CUdeviceptr* to, CUdeviceptr* from, size_t* size, size_t count, CUmemcpyAttributes* how,
-                           size_t* first, size_t num, CUstream stream) {
-  CONTEXT;
-  CURRENT("cuMemcpyBatchAsync");
-  note("copies %zu stream=%p\n", count, stream);
-  if (!count || !num || num > count || first[0]) return FAULT("cuMemcpyBatchAsync: %zu copies, %zu attributes", count, num);
-  if (is_default(stream)) return FAULT("cuMemcpyBatchAsync: on the default stream");
-  for (size_t i = 0; i < num; ++i) {
-    if (i && first[i] <= first[i - 1]) return FAULT("cuMemcpyBatchAsync: attributes are not ascending");
-    if (how[i].srcAccessOrder != CU_MEMCPY_SRC_ACCESS_ORDER_STREAM)
-      return FAULT("cuMemcpyBatchAsync: sources are not read in stream order");
-    if (how[i].flags & ~(unsigned)CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
-      return FAULT("cuMemcpyBatchAsync: flags %u", how[i].flags);
-  }
-  for (size_t i = 0; i < count; ++i) {
-    if (!to[i] || !from[i] || !size[i]) return FAULT("cuMemcpyBatchAsync: copy %zu is of nothing", i);
-    for (size_t j = 0; j < count; ++j) {
-      if (j != i && to[i] < to[j] + size[j] && to[j] < to[i] + size[i])
-        return FAULT("cuMemcpyBatchAsync: copies %zu and %zu write the same memory", i, j);
-      if (to[i] < from[j] + size[j] && from[j] < to[i] + size[i])
-        return FAULT("cuMemcpyBatchAsync: copy %zu writes what copy %zu reads", i, j);
-    }
-  }
-  for (size_t i = count; i-- > 0;) memcpy((void*)to[i], (void*)from[i], size[i]);  // in no order that can be relied on
-  return CUDA_SUCCESS;
-}
-static CUresult copy_batch_12(CUdeviceptr* to, CUdeviceptr* from, size_t* size, size_t count, CUmemcpyAttributes* how,
-                              size_t* first, size_t num, size_t* failed, CUstream stream) {
-  if (failed) *failed = SIZE_MAX;
-  return copy_batch(to, from, size, count, how, first, num, stream);
-}
-
 static CUresult proc_address(const char* name, void** function, int version, cuuint64_t flags,
                              CUdriverProcAddressQueryResult* status) {
   CUdriverProcAddressQueryResult found = CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND;
@@ -294,8 +261,6 @@ static CUresult proc_address(const char* name, void** function, int version, cuu
   ENTRY(cuKernelSetAttribute, 12000, set_attribute)
   ENTRY(cuLaunchKernel, 4000, launch)
   ENTRY(cuLaunchCooperativeKernel, 9000, launch_cooperative)
-  ENTRY(cuMemcpyBatchAsync, 12080, copy_batch_12)
-  ENTRY(cuMemcpyBatchAsync, 13000, copy_batch)
   ENTRY(cuGetProcAddress, 12000, proc_address)
   if (*function) note("asked %s at %d\n", name, version);
   if (status) *status = found;

@@ -37,7 +37,6 @@ class Work:
         blocks: multiprocessors that it holds.
         meets: a name, the same on all ranks, and the ranks that must have begun it.
         reads, writes: memory, also that of other ranks.
-        on_sms: whether it needs a multiprocessor at all; copy engines do not.
     """
 
     stream: int
@@ -47,7 +46,6 @@ class Work:
     meets: tuple[str, frozenset[int]] = ("", frozenset())
     reads: tuple[Range, ...] = ()
     writes: tuple[Range, ...] = ()
-    on_sms: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +145,7 @@ class _Rank:
         if isinstance(entry, Work):
             if entry.stream in self.running:
                 return f"{self.running[entry.stream].name} before it"
-            if entry.on_sms and self.free < max(entry.blocks, 1):
+            if self.free < max(entry.blocks, 1):
                 holders = ", ".join(work.name for work in self.running.values() if work.blocks)
                 return (
                     f"{max(entry.blocks, 1)} multiprocessors, {self.free} are free beside {holders}"

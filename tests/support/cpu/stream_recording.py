@@ -1,7 +1,6 @@
 """Notes what a rank that trains under `gpu_on_cpu` tells its GPU, as entries of `stream_order`.
 
-Work is every ATen operation that is no view, every launch of our kernels, every batch of copies, and every collective:
-on a stream of its group, as NCCL's are, which waits for the current one. ``.item()`` is a wait of the host, and so is
+Work is every ATen operation that is no view, every launch of our kernels, and every collective: on a stream of its group, as NCCL's are, which waits for the current one. ``.item()`` is a wait of the host, and so is
 every synchronization of a stream or an event. Memory is followed where it lives for longer than a step: buffers of
 replicas, on all ranks, parameters and main gradients. ``.cpu()`` and ``.tolist()`` cannot be seen.
 
@@ -55,7 +54,6 @@ class Recording(TorchDispatchMode):
             "_upload",
             lambda _, program, at: self._programs.__setitem__(at.data_ptr(), program),
         )
-        _after(TransferKernels, "copy", lambda _, items: self._copies(items))
         _after(
             Kernels,
             "launch",
@@ -172,16 +170,12 @@ class Recording(TorchDispatchMode):
         ranks = frozenset(
             rank for rank, at in program._signals.numbers.items() if bits >> at & 1
         ) | {self._rank}
-        numbers = [argument.value for argument in arguments[1:]]
-        meets = (f"transfer {transfer['begin']} {numbers}", ranks)
-        reads, writes = (
-            ((), ()) if numbers else self._moved(program, transfer, sums=name == "fssdp_reduce")
-        )
-        kind = {"fssdp_gather": "spAG", "fssdp_reduce": "spRS"}.get(name, name)
-        length = SMALL if numbers else TRANSFERRED
+        meets = (f"{name} {transfer['begin']}", ranks)
+        kind = {"fssdp_gather": "spAG", "fssdp_reduce": "spRS"}.get(name, "")
+        reads, writes = self._moved(program, transfer, sums=kind == "spRS") if kind else ((), ())
         self._note(
-            f"{kind} {transfer['begin']}",
-            length,
+            f"{kind or name} {transfer['begin']}",
+            TRANSFERRED if kind else SMALL,
             blocks=blocks,
             meets=meets,
             reads=reads,
@@ -212,11 +206,6 @@ class Recording(TorchDispatchMode):
                         self._range(int(source["src"]), program._itemsize * int(item["elements"]))
                     )
         return tuple(reads), tuple(writes)
-
-    def _copies(self, items: np.ndarray) -> None:
-        reads = tuple(self._range(int(item["src"]), int(item["bytes"])) for item in items)
-        writes = tuple(self._range(int(item["dst"]), int(item["bytes"])) for item in items)
-        self._note("spAG by copy engines", TRANSFERRED, reads=reads, writes=writes, on_sms=False)
 
     # collectives
 

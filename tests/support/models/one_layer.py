@@ -25,9 +25,7 @@ CPU = torch.device("cpu")
 Domains = Sequence[Sequence[int]]
 
 
-def make_transport(
-    name: str, domains: Domains = (), *, timeout: float = 20.0, copy_engines: bool = False
-) -> Transport:
+def make_transport(name: str, domains: Domains = (), *, timeout: float = 20.0) -> Transport:
     """Between all ranks; ``domains`` are of NVLink, one of all ranks if left out."""
     if name == "p2p":
         return P2P(dist.group.WORLD, timeout=timeout)
@@ -36,9 +34,7 @@ def make_transport(
     own = next(
         group for group, domain in zip(groups, domains, strict=True) if dist.get_rank() in domain
     )
-    return NVLink(
-        dist.group.WORLD, own, domains=domains, timeout=timeout, copy_engines=copy_engines
-    )
+    return NVLink(dist.group.WORLD, own, domains=domains, timeout=timeout)
 
 
 def copies(kind: str, seed: int = 0) -> tuple[Copy, ...]:

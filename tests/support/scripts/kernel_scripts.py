@@ -19,9 +19,7 @@ from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Program, Sig
 from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.transport import Copy
 
-WRITE, CHECK, GATHER, REDUCE, COPIES = range(
-    5
-)  # COPIES: a gather of which the kernels only make the signals
+WRITE, CHECK, GATHER, REDUCE = range(4)
 GUARD = (
     256  # bytes between regions that nobody may write, at least; regions begin at multiples of it
 )
@@ -182,16 +180,16 @@ class Script:
                 )
         self.begin, self._number = self.begin + steps.num_steps + 1, self._number + 1
 
-    def iteration(self, copies: Sequence[Copy], *, by_copies: bool = False) -> None:
-        """New weights; to the replicas, by plain copies or the kernel, and checked; new gradients; home, written over
-        by the next backward as soon as they may be, and checked."""
+    def iteration(self, copies: Sequence[Copy]) -> None:
+        """New weights; to the replicas, and checked; new gradients; home, written over by the next backward as soon as
+        they may be, and checked."""
         sent = sorted({(copy.home, copy.index) for copy in copies})
         weights = {key: self._drawn(torch.bfloat16) for key in sent}
         totals = {key: self._drawn(torch.float32) for key in sent}
         for home, index in sent:
             self._do_chunk(home, WRITE, memory=("parameters", index), values=weights[home, index])
             self._do_chunk(home, WRITE, memory=("main_grad", index), values=totals[home, index])
-        self._transfer(copies, COPIES if by_copies else GATHER)
+        self._transfer(copies, GATHER)
         grads = {copy: self._drawn(torch.float32) for copy in copies}
         for copy in copies:
             self._do_chunk(

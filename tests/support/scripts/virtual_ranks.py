@@ -14,7 +14,6 @@ import pytest
 import torch
 from kernel_scripts import (
     CHECK,
-    COPIES,
     REDUCE,
     WRITE,
     Operation,
@@ -26,7 +25,7 @@ from kernel_scripts import (
 from torch import Tensor
 
 from megatron_hecate.comm.nvlink.launch import THREADS, WARP, TransferKernels
-from megatron_hecate.comm.nvlink.program import COPY, TRANSFER
+from megatron_hecate.comm.nvlink.program import TRANSFER
 from megatron_hecate.device import driver
 
 
@@ -84,32 +83,11 @@ class VirtualRanks:
             self._memory[rank, begin : begin + len(op.data)].copy_(op.data)
         headers = np.concatenate([op.program[: TRANSFER.itemsize] for op in operations])
         at = torch.from_numpy(headers).to(self._memory.device)
-        if kind != COPIES:
-            name = "fssdp_reduce" if kind == REDUCE else "fssdp_gather"
-            self._launch("fssdp_synchronize", at, ranks=len(operations), numbers=(0,), blocks=1)
-            self._launch(name, at, ranks=len(operations), numbers=(), blocks=self._blocks)
-            return
-        steps = int(headers[: TRANSFER.itemsize].view(TRANSFER)["num_steps"][0])
-        for step in range(steps + 1):
-            self._launch("fssdp_synchronize", at, ranks=len(operations), numbers=(step,), blocks=1)
-            for op in operations if step < steps else ():
-                self._copy(op, step)
+        name = "fssdp_reduce" if kind == REDUCE else "fssdp_gather"
+        self._launch("fssdp_synchronize", at, ranks=len(operations), threads=WARP, blocks=1)
+        self._launch(name, at, ranks=len(operations), threads=THREADS, blocks=self._blocks)
 
-    def _copy(self, op: Operation, step: int) -> None:
-        """The copies of a step, by copy engines."""
-        header = op.program[: TRANSFER.itemsize].view(TRANSFER)["steps"][0][step]
-        begin = int(header["items"]) - op.address
-        items = op.program[begin : begin + int(header["count"]) * COPY.itemsize].view(COPY)
-        if len(items) and self._memory.is_cuda:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                self._kernels.copy(items)
-            torch.cuda.synchronize()
-        elif len(items):
-            self._kernels.copy(items)
-
-    def _launch(
-        self, name: str, headers: Tensor, *, ranks: int, numbers: tuple[int, ...], blocks: int
-    ) -> None:
+    def _launch(self, name: str, headers: Tensor, *, ranks: int, threads: int, blocks: int) -> None:
         """The kernel ``name`` for all ranks: one launch, or a thread each."""
         function = self._kernels.function(name)
         if not headers.is_cuda:
@@ -117,15 +95,13 @@ class VirtualRanks:
                 ctypes.c_void_p(headers.data_ptr() + i * TRANSFER.itemsize) for i in range(ranks)
             ]
             with ThreadPoolExecutor(ranks) as pool:
-                failed = pool.map(
-                    lambda address: function(address, *(numbers or (blocks, 1))), addresses
-                )
+                # a C function ignores arguments that it does not take
+                failed = pool.map(lambda address: function(address, blocks, 1), addresses)
                 assert not any(failed), "a rank did not come"
             return
         stream = torch.cuda.current_stream().cuda_stream
-        arguments = [ctypes.c_void_p(headers.data_ptr()), *map(ctypes.c_uint, numbers)]
-        addresses = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        threads = WARP if numbers else THREADS
+        first = ctypes.c_void_p(headers.data_ptr())
+        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(first))
         driver.call(
             "cuLaunchCooperativeKernel",
             function,
@@ -137,13 +113,13 @@ class VirtualRanks:
             1,
             0,
             stream,
-            addresses,
+            arguments,
         )
         torch.cuda.synchronize()
 
 
 def check_random_placements(device: str, shift: int) -> None:
-    """Run five iterations of six ranks on ``device``, by kernels and by copies in turn.
+    """Run five iterations of six ranks on ``device``.
 
     Args:
         device: ``cpu`` or ``cuda``.
@@ -153,17 +129,15 @@ def check_random_placements(device: str, shift: int) -> None:
     setup = Setup(6, 3, 2, (40000, 33, 50000, 7), shift=shift)
     ranks = VirtualRanks(setup, device, blocks=2, begin=2**32 - 20)
     ranks.script.iteration(one_hot(6, 1, 5))
-    for i in range(4):
-        ranks.script.iteration(
-            random_copies(rng, ranks=6, slots=3, experts=2), by_copies=i % 2 == 1
-        )
+    for _ in range(4):
+        ranks.script.iteration(random_copies(rng, ranks=6, slots=3, experts=2))
     ranks.finish()
 
 
 def check_one_hot_experts(device: str, sizes: tuple[int, ...]) -> None:
     """Copy one expert, whose tensors have these numbers of elements, from its home to three ranks, and sum back."""
     ranks = VirtualRanks(Setup(4, 1, 1, sizes), device, blocks=8)
-    for home, by_copies in ((1, False), (2, True)):
-        ranks.script.iteration(one_hot(4, home, 3), by_copies=by_copies)
+    for home in (1, 2):
+        ranks.script.iteration(one_hot(4, home, 3))
         ranks.run()
     ranks.finish()
