@@ -12,7 +12,8 @@ Ways of training take turns, step by step, in the same processes, on the same ro
 | ideal | stock Megatron; the same popularities, dealt so that ranks are equally loaded |
 | nvlink, p2p | FSSDP with this transport |
 | nvlink:layer | the same with lifetime `layer` |
-| nvlink:late | the same with late replicas, as many as ranks |
+| nvlink:late | the same with up to 8 late replicas of a layer |
+| nvlink:one, nvlink:free | one slot instead of two; all slots filled, as if copies cost nothing |
 
 Regimes: `gpu` has as many tokens as `node_scale` asks for, so that the ratios of a step's parts are
 those of a node of H100; `host` has an eighth of them, and the host bounds the step; `balanced` has
@@ -27,6 +28,7 @@ import argparse
 import dataclasses
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -37,7 +39,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from launch import again_on_gpus, again_on_ranks  # noqa: E402
-from node_models import Model, batches, make_case, start  # noqa: E402
+from node_models import FREE, KINDS, TRANSPORTS, Model, batches, make_case, start  # noqa: E402
 
 WAYS = ("nvlink", "p2p", "nvlink:layer", "nvlink:late")
 REGIMES = ("host", "gpu", "balanced")
@@ -221,6 +223,25 @@ def affordable_ways(ways: list[str], shape: Any, arguments: argparse.Namespace) 
     return ways[: models - 1]
 
 
+def write_speeds(shape: Any, machine: Any) -> str:
+    """Write the speeds measured here for the planner; returns the path, the same on all ranks."""
+    import torch.distributed as dist
+
+    from megatron_hecate.plan import H100
+
+    if machine is None:
+        return FREE
+    path = [""]
+    if dist.get_rank() == 0:
+        links = dict(intra=machine.fetch, inter=machine.fetch)
+        rates = dict(flops=machine.experts[shape.name], memory=machine.memory)
+        speeds = dataclasses.replace(H100, **links, **rates)
+        path = [str(Path(tempfile.mkdtemp(), "speeds.json"))]
+        speeds.save(path[0], origin=machine.source)
+    dist.broadcast_object_list(path)
+    return path[0]
+
+
 def measure_all(arguments: argparse.Namespace) -> None:
     """Measure on every rank; print the tables on rank 0."""
     start()
@@ -240,8 +261,8 @@ def measure_all(arguments: argparse.Namespace) -> None:
     ways = affordable_ways(arguments.ways, shape, arguments)
     if is_first and ways != arguments.ways:
         print(f"left out for want of memory: {', '.join(set(arguments.ways) - set(ways))}")
-    ctas = ThreadBlocks.of(ranks).p2p
-    models = {way: Model(case, way, ctas=ctas) for way in ("stock", *ways)}
+    settings = dict(nccl_ctas=ThreadBlocks.of(ranks).p2p, speeds=write_speeds(shape, machine))
+    models = {way: Model(case, way, settings) for way in ("stock", *ways)}
     popularity = Popularity(
         experts=shape.experts,
         top_k=shape.top_k,
@@ -312,11 +333,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile", type=Path, help="folder of traces")
     parser.add_argument("--tiny", action="store_true", help="2 CPU ranks; times mean nothing")
     arguments = parser.parse_args()
-    for name, allowed in (("ways", WAYS), ("regimes", REGIMES)):
-        chosen = getattr(arguments, name).split(",")
-        if unknown := set(chosen) - set(allowed):
-            parser.error(f"--{name} {','.join(unknown)}: choose from {', '.join(allowed)}")
-        setattr(arguments, name, chosen)
+    arguments.ways, arguments.regimes = arguments.ways.split(","), arguments.regimes.split(",")
+    allowed = {f"{name}:{kind}".rstrip(":") for name in TRANSPORTS for kind in KINDS}
+    if unknown := set(arguments.ways) - allowed:
+        parser.error(f"--ways {','.join(unknown)}: choose from {', '.join(sorted(allowed))}")
+    if unknown := set(arguments.regimes) - set(REGIMES):
+        parser.error(f"--regimes {','.join(unknown)}: choose from {', '.join(REGIMES)}")
     if arguments.graphs and {"host", "gpu"} <= set(arguments.regimes):
         parser.error("graphs have one number of tokens: choose --regimes host or gpu,balanced")
     return arguments

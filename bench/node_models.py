@@ -6,8 +6,19 @@ import argparse
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+FREE = str(Path(__file__).resolve().parent.parent / "tests" / "data" / "free_copies.json")
+# settings of FSSDP by the kind of a way of training, "TRANSPORT" or "TRANSPORT:KIND"
+KINDS: dict[str, dict[str, Any]] = {
+    "": {},
+    "layer": dict(lifetime="layer"),
+    "late": dict(late_replicas=8),
+    "one": dict(slots=1),
+    "free": dict(speeds=FREE),
+}
+TRANSPORTS = ("nvlink", "p2p")
 SLOTS: int = 2
 SCOPES = ("attn", "moe_router", "moe_preprocess")
 # gradient buckets, elements
@@ -92,10 +103,10 @@ class Model:
     Args:
         case: a `tiny_gpt.Case`.
         way: way of training; "stock" converts nothing.
-        ctas: NCCL's thread blocks of a p2p transfer.
+        settings: settings of FSSDP for all ways, such as speeds.
     """
 
-    def __init__(self, case: Any, way: str, *, ctas: int) -> None:
+    def __init__(self, case: Any, way: str, settings: dict[str, Any]) -> None:
         import tiny_gpt
         import torch.distributed as dist
         from node_routes import LayerRoutes
@@ -106,14 +117,8 @@ class Model:
         hook = None
         if way != "stock":
             transport, _, kind = way.partition(":")
-            config = HecateConfig(
-                slots=SLOTS,
-                transport=transport,
-                lifetime="layer" if kind == "layer" else "iteration",
-                late_replicas=dist.get_world_size() if kind == "late" else 0,
-                nccl_ctas=ctas,
-            )
-            hook = fssdp(config)
+            of_way = {"slots": SLOTS, "transport": transport, **KINDS[kind]}
+            hook = fssdp(HecateConfig(**{**settings, **of_way}))
         self.trained = tiny_gpt.train(case, steps=0, hook=hook)
         layers = tiny_gpt.moe_layers(self.trained.chunks)
         self.routes = [
