@@ -317,7 +317,7 @@ def test_a_large_job_switches_on(
         assert verdicts[2, rank].job["problems"] == [
             f"rank {size - 1} has slots=3, rank 0 has slots=2"
         ]
-        assert verdicts[2, rank].job["decision"] == ["layer", False]
+        assert verdicts[2, rank].job["decision"] == "layer"
     assert max(len(module._pack(verdict.job)) for verdict in verdicts.values()) < 200
     assert len(module._pack(verdicts[1, 1].groups)) < 10 * of_group
     assert len(module._pack(dataclasses.asdict(note(1)))) < 1500
