@@ -6,18 +6,15 @@ Oracle: as there. The transport ``nvlink`` runs its kernels' host build.
 from __future__ import annotations
 
 import pytest
-import test_on_shared_gpu
 from quick import quick
 from ranks import ranks
+from shared_gpu_cases import CASES, compare
 
 pytestmark = pytest.mark.newest
 # Their quantizers, fused kernels and attention stand in on CPUs in tests of their own.
-GPU_ALONE = {"permute-fusion", *test_on_shared_gpu.CASES["precisions"]}
+GPU_ALONE = {"permute-fusion", *CASES["precisions"]}
 NAMES = [
-    f"{group} {name}"
-    for group, cases in test_on_shared_gpu.CASES.items()
-    for name in cases
-    if name not in GPU_ALONE
+    f"{group} {name}" for group, cases in CASES.items() for name in cases if name not in GPU_ALONE
 ]
 
 
@@ -27,4 +24,4 @@ def test_a_case(name: str) -> None:
     import tiny_gpt
 
     tiny_gpt.install_fused_wgrad()
-    test_on_shared_gpu.compare(*name.split())
+    compare(*name.split())

@@ -1,0 +1,270 @@
+"""Cases of training on ranks that share a GPU: `test_on_shared_gpu`, and its rehearsal on CPU ranks.
+
+Run as a script, on every rank, this module trains a group of cases over NCCL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+RANKS: int = 4
+TRANSPORTS = ("nvlink", "p2p")
+SIZES = dict(hidden_size=256, ffn_hidden_size=256, moe_ffn_hidden_size=256)  # fp8 in blocks of 128
+FUSED = dict(gradient_accumulation_fusion=True)
+SHARDED = dict(distributed_optimizer=True, overlap=True, bucket_size=400_000)
+COMBINED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
+FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
+ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act", "layernorm"])
+SHARED = dict(moe_shared_expert_intermediate_size=256, moe_shared_expert_overlap=True)
+PADDED = dict(moe_router_padding_for_quantization=True)
+FP8_GATHER = dict(fp8_param_gather=True)
+LATE = dict(late_replicas=2)
+MTP = dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
+CAPACITY = dict(
+    moe_expert_capacity_factor=1.0,
+    moe_router_load_balancing_type="aux_loss",
+    moe_aux_loss_coeff=1e-2,
+)
+# group: name: (fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
+CASES: dict[str, dict[str, tuple[dict, dict, dict]]] = {
+    "layouts": {
+        "fused": (dict(accumulate=3), FUSED, {}),
+        "edp2-distopt-overlap": (dict(ep=2, accumulate=2, **SHARDED), FUSED, {}),
+        "pp2": (dict(ep=2, pp=2, accumulate=4), FUSED, {}),
+        "pp2-vpp2-bf16-distopt-overlap": (
+            dict(ep=2, pp=2, vpp=2, accumulate=4, bf16=True, **SHARDED),
+            FUSED,
+            {},
+        ),
+        "tp2": (dict(tp=2, accumulate=2), FUSED, {}),
+        "tp2-etp2-distopt-overlap": (dict(ep=2, tp=2, etp=2, accumulate=2, **SHARDED), FUSED, {}),
+        "cp2-bf16": (dict(cp=2, accumulate=2, bf16=True), FUSED, {}),
+    },
+    "settings": {
+        "bf16-distopt-overlap": (dict(bf16=True, accumulate=2, **SHARDED), FUSED, {}),
+        "bf16-main-grads": (
+            dict(bf16=True, accumulate=2, grad_reduce_in_fp32=False),
+            FUSED,
+            {},
+        ),
+        "layer": (dict(accumulate=2), dict(FUSED, num_layers=4), dict(lifetime="layer")),
+        "microbatch": (dict(accumulate=3), FUSED, dict(lifetime="microbatch")),
+        "late": (dict(accumulate=2), FUSED, LATE),
+        "unfused-bias": (dict(accumulate=2), dict(add_bias_linear=True), {}),
+        "capacity": (dict(accumulate=2), dict(FUSED, **CAPACITY), {}),
+        "capacity-padded": (
+            dict(accumulate=2),
+            dict(FUSED, **CAPACITY, moe_pad_expert_input_to_capacity=True),
+            {},
+        ),
+        "sequential": (dict(grouped=False, accumulate=2), {}, {}),
+    },
+    "schedules": {
+        "full": (dict(accumulate=2), dict(FUSED, **FULL), {}),
+        "moe-layer": (dict(accumulate=2), dict(FUSED, **MOE, num_layers=4), dict(lifetime="layer")),
+        "activation": (dict(accumulate=2), dict(FUSED, **ACTIVATION), {}),
+        "permute-fusion": (
+            dict(bf16=True, accumulate=2),
+            dict(FUSED, moe_permute_fusion=True),
+            {},
+        ),
+        "shared-experts": (dict(accumulate=2), dict(FUSED, **SHARED), {}),
+        "mtp": (dict(accumulate=2), dict(FUSED, **MTP), {}),
+        "delayed-overlap": (dict(bf16=True, accumulate=4, **SHARDED), dict(FUSED, **COMBINED), {}),
+        "delayed-layer": (
+            dict(bf16=True, accumulate=4),
+            dict(FUSED, **COMBINED),
+            dict(lifetime="layer"),
+        ),
+    },
+    "precisions": {
+        "fp8-tensorwise": (
+            dict(bf16=True, accumulate=2),
+            dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise"),
+            {},
+        ),
+        "fp8-blockwise": (
+            dict(bf16=True, accumulate=2),
+            dict(FUSED, fp8="e4m3", fp8_recipe="blockwise"),
+            {},
+        ),
+        "fp8-blockwise-stored": (
+            dict(
+                bf16=True,
+                accumulate=2,
+                **SHARDED,
+                ddp=FP8_GATHER,
+                optimizer=dict(fp8_recipe="blockwise"),
+            ),
+            dict(FUSED, **PADDED, fp8="e4m3", fp8_recipe="blockwise", fp8_param=True),
+            {},
+        ),
+        "fp8-tensorwise-stored": (
+            dict(
+                bf16=True,
+                accumulate=2,
+                **SHARDED,
+                ddp=FP8_GATHER,
+                optimizer=dict(fp8_recipe="tensorwise"),
+            ),
+            dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True),
+            dict(lifetime="microbatch"),
+        ),
+    },
+    "life": {
+        "checkpoints": (dict(accumulate=2, distributed_optimizer=True), FUSED, {}),
+        "moving-homes": (dict(ep=2, accumulate=2, distributed_optimizer=True), FUSED, {}),
+        "restart": (dict(accumulate=2), FUSED, {}),
+    },
+}
+SAYS = "trained as stock Megatron"
+
+
+def compare(group: str, name: str) -> None:
+    """Train a case with stock Megatron and with FSSDP. On every rank.
+
+    Raises:
+        AssertionError: when they differ, or no replica computed a token.
+    """
+    import tiny_gpt
+
+    fields, settings, hecate = CASES[group][name]
+    fields = dict(ep=RANKS, grouped=True, seq=64, micro_batch=4) | fields
+    fields |= {key: tuple(fields[key].items()) for key in ("ddp", "optimizer") if key in fields}
+    case = tiny_gpt.Case(**fields, settings=tuple({**SIZES, **settings}.items()))
+    tiny_gpt.initialize(case)
+    run: Callable = LIVES.get(name, compare_replicas)
+    run(name, case, hecate)
+
+
+def compare_replicas(name: str, case: Any, settings: dict[str, Any]) -> None:
+    """Compare FSSDP without replicas, and with replicas by both transports; print a row of a table."""
+    import tiny_gpt
+    import torch.distributed as dist
+
+    stock = tiny_gpt.train(case)
+    none = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
+    without = tiny_gpt.difference(stock, none)
+    repeats = without == tiny_gpt.SAME
+    if not repeats:
+        assert tiny_gpt.difference(stock, tiny_gpt.train(case)) != tiny_gpt.SAME, without
+    limits = _limits(case, stock)
+    row = f"{name} | {max(without.values()):.1e} ({'repeats' if repeats else 'stock varies'})"
+    for transport in TRANSPORTS:
+        computed = torch.zeros(1, device="cuda")
+        hook = tiny_gpt.fssdp_hook(transport=transport, **settings)
+        ours = tiny_gpt.train(case, hook=tiny_gpt.counting_hook(hook, computed))
+        worst = tiny_gpt.difference(stock, ours)
+        dist.all_reduce(computed)
+        assert computed.item() > 0, f"{transport}: no token was computed by a replica"
+        row += f" | {transport}: {int(computed.item())} tokens"
+        row += "".join(f", {key} {worst[key]:.1e} of {limits[key]:.1e}" for key in limits)
+        assert all(worst[key] <= limits[key] for key in limits), (transport, worst, limits)
+    print(f"[{dist.get_rank()}] | {row} |", flush=True)
+
+
+def _limits(case: Any, stock: Any) -> dict[str, float]:
+    """Largest differences of losses and gradients."""
+    import tiny_gpt
+
+    # Tokens that meet in a GEMM share scales: what quantization does is the measure.
+    if "fp8" in dict(case.settings):
+        wide = [
+            (key, value)
+            for key, value in case.settings
+            if not key.startswith("fp8") and key not in PADDED
+        ]
+        plain = dataclasses.replace(case, settings=tuple(wide), ddp=(), optimizer=())
+        found = tiny_gpt.difference(stock, tiny_gpt.train(plain))
+        return {key: found[key] for key in ("loss", "grad")}
+    if case.bf16:
+        return dict.fromkeys(("loss", "grad"), tiny_gpt.BF16_TOLERANCE)
+    # Adam divides by roots of second moments, so that small gradients grow apart faster than large ones
+    return dict(loss=1e-5, grad=1e-4)
+
+
+def compare_checkpoints(name: str, case: Any, settings: dict[str, Any]) -> None:
+    """Stock Megatron loads FSSDP's checkpoint, and FSSDP stock's; both go on alike."""
+    import tiny_gpt
+    from checkpoints import load, save, shared_folder
+
+    hook = tiny_gpt.fssdp_hook(**settings)
+    for writer, reader, direction in ((hook, None, "to"), (None, hook, "from")):
+        written = tiny_gpt.train(case, hook=writer)
+        folder = shared_folder(f"{direction} stock")
+        save(written, folder)
+        read = tiny_gpt.train(case, steps=2, hook=reader)
+        load(read, folder)
+        expected = [written.step(step) for step in (3, 4)]
+        assert [read.step(step) for step in (3, 4)] == pytest.approx(expected, rel=1e-5)
+        assert max(written.replicas, read.replicas) > 0
+
+
+def compare_moving_homes(name: str, case: Any, settings: dict[str, Any]) -> None:
+    """Experts change homes: bit for bit without replicas, within a tolerance with."""
+    import training_with_moves
+
+    for transport in TRANSPORTS:
+        training_with_moves.compare(case, transport=transport, **settings)
+
+
+def compare_restart(name: str, case: Any, settings: dict[str, Any]) -> None:
+    """Attempts die in a forward and before a step; the next attempt in the same process trains as stock."""
+    import restarts
+    import tiny_gpt
+
+    expected = tiny_gpt.train(case, steps=restarts.STEPS).losses
+    for transport in TRANSPORTS:
+        hook = tiny_gpt.fssdp_hook(transport=transport, **settings)
+        for place in ("forward", "before the step"):
+            point = restarts.POINTS[place]
+            restarts.new_attempt(case)
+            losses, *_ = restarts.attempt(case, hook, point)
+            assert losses == pytest.approx(expected[: len(losses)], rel=1e-5)
+        restarts.new_attempt(case)
+        ours = tiny_gpt.train(case, steps=restarts.STEPS, hook=hook)
+        assert ours.losses == pytest.approx(expected, rel=1e-5) and ours.replicas > 0
+
+
+LIVES = {
+    "checkpoints": compare_checkpoints,
+    "moving-homes": compare_moving_homes,
+    "restart": compare_restart,
+}
+
+
+def _main(group: str, names: list[str]) -> None:
+    """Run on every rank. A case that fails on all ranks leaves the others their turn."""
+    import torch.distributed as dist
+
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=45))
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    from megatron.core import parallel_state
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+    for name in names or CASES[group]:
+        try:
+            compare(group, name)
+        except Exception:
+            traceback.print_exc()
+            print(f"[{dist.get_rank()}] {name}: FAILED {traceback.format_exc()[-700:]}", flush=True)
+        else:
+            dist.barrier()
+            if dist.get_rank() == 0:
+                print(f"{name}: {SAYS}", flush=True)
+        parallel_state.destroy_model_parallel()
+        FP8GlobalStateManager.reset()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], sys.argv[2:])
