@@ -77,9 +77,9 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         _parity("settings", 150),
     ),
     "2": (
-        _steps("qwen3", 8, 200),
-        _steps("mixtral", 8, 150),
-        _steps("dsv3", 8, 200),
+        _steps("qwen3", 8, 240),
+        _steps("mixtral", 8, 200, "--ways nvlink,p2p"),
+        _steps("dsv3", 8, 200, "--ways nvlink,p2p"),
     ),
     "3": (
         _steps("qwen3", 4, 150, "--jump 8 --regimes gpu"),
@@ -194,4 +194,4 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
     ),
 }
 # minutes of each command
-MINUTES = {"1": 7.0, "2": 8.0, "3": 9.0, "4": 8.0, "5": 8.0}
+MINUTES = {"1": 7.0, "2": 9.0, "3": 9.0, "4": 8.0, "5": 8.0}

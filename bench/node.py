@@ -197,7 +197,7 @@ def choose_sizes(arguments: argparse.Namespace, ranks: int) -> tuple[Any, Any, A
         # The recording has 64 experts and 6 per token.
         model = dataclasses.replace(model, experts=64, top_k=6)
     if arguments.tiny:
-        tiny = dict(hidden=32, ffn=32, tokens=64, heads=2, kv_heads=1)
+        tiny = dict(hidden=32, ffn=32, tokens=64, sequences=2, heads=2, kv_heads=1)
         here = dataclasses.replace(
             model, **tiny, experts=min(model.experts, 64), top_k=min(model.top_k, 6)
         )
@@ -273,11 +273,11 @@ def measure_all(arguments: argparse.Namespace) -> None:
     comparison = Comparison(models, popularity, warmup=arguments.warmup)
     title = f"{arguments.model}, {ranks} ranks, {arguments.layers} layers"
     for regime in arguments.regimes:
-        tokens = max(1, case.seq // HOST_BOUND) if regime == "host" else case.seq
+        length = case.seq // HOST_BOUND if regime == "host" else case.seq
         alpha = 0.0 if regime == "balanced" else arguments.alpha
         recorded = popularity.recorded and regime != "balanced"
         comparison.popularity = dataclasses.replace(popularity, alpha=alpha, recorded=recorded)
-        of_regime = dataclasses.replace(case, seq=tokens)
+        of_regime = dataclasses.replace(case, seq=length)
         captures = arguments.graphs and regime == arguments.regimes[0]
         after_warmup = Model.capture if captures else None
         samples, routed = comparison.run(of_regime, arguments.steps, after_warmup)
@@ -286,6 +286,7 @@ def measure_all(arguments: argparse.Namespace) -> None:
             host = stock / arguments.layers / arguments.microbatches
             machine = dataclasses.replace(machine, host=host)
         if is_first:
+            tokens = length * case.micro_batch
             table = Table(f"{title}, regime {regime}, {tokens} tokens")
             for row in rows(samples, routed, models):
                 table.add(**row, scale=scale_label(model, shape, machine, regime=regime))
@@ -327,8 +328,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--regimes", default=",".join(REGIMES), help="%(default)s")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of a regime")
-    parser.add_argument("--warmup", type=int, default=4, help="steps before them")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a regime")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
     parser.add_argument("--graphs", action="store_true", help="Megatron's CUDA graphs")
     parser.add_argument("--profile", type=Path, help="folder of traces")
     parser.add_argument("--tiny", action="store_true", help="2 CPU ranks; times mean nothing")

@@ -31,7 +31,8 @@ class Shape:
         name: name of the model, see `MODELS`.
         hidden, ffn: sizes of an expert.
         experts, top_k: experts of the layer on all ranks, and experts per token.
-        tokens: tokens of a rank and microbatch, one sequence.
+        tokens: tokens of a rank and microbatch.
+        sequences: sequences that these tokens are.
         heads, kv_heads: heads of attention, `HEAD` wide.
     """
 
@@ -43,6 +44,7 @@ class Shape:
     heads: int
     kv_heads: int
     tokens: int = 4096
+    sequences: int = 1
 
     @property
     def expert(self) -> int:
@@ -59,7 +61,7 @@ class Shape:
         """FLOPs of attention, forward and backward, with causal scores."""
         projections = 2 * HEAD * self.hidden * (self.heads + self.kv_heads)
         # Half of all scores: 2 FLOPs instead of 4 in forward, and 2.5 times as many in backward.
-        scores = 7.0 * self.tokens * HEAD * self.heads
+        scores = 7.0 * self.tokens / self.sequences * HEAD * self.heads
         return self.tokens * (6.0 * projections + scores)
 
     @property
@@ -68,14 +70,43 @@ class Shape:
         return BYTES_OF_TRAINING * self.experts * self.expert
 
 
+# Sequences of 4,096 tokens, as many as keep a GPU busier than its host.
 MODELS: Mapping[str, Shape] = {
-    "qwen3": Shape(name="qwen3", hidden=2048, ffn=768, experts=128, top_k=8, heads=32, kv_heads=4),
+    "qwen3": Shape(
+        name="qwen3",
+        hidden=2048,
+        ffn=768,
+        experts=128,
+        top_k=8,
+        heads=32,
+        kv_heads=4,
+        tokens=16384,
+        sequences=4,
+    ),
     # A rank's part of the 256 experts at EP 64, as in DeepSeek's own training: on 8 ranks, 4
     # experts with the tokens that they get there. 64 plain heads have as many FLOPs as the latent
     # attention, at 4096 tokens.
-    "dsv3": Shape(name="dsv3", hidden=7168, ffn=2048, experts=32, top_k=8, heads=64, kv_heads=64),
+    "dsv3": Shape(
+        name="dsv3",
+        hidden=7168,
+        ffn=2048,
+        experts=32,
+        top_k=8,
+        heads=64,
+        kv_heads=64,
+        tokens=8192,
+        sequences=2,
+    ),
     "mixtral": Shape(
-        name="mixtral", hidden=4096, ffn=14336, experts=8, top_k=2, heads=32, kv_heads=8
+        name="mixtral",
+        hidden=4096,
+        ffn=14336,
+        experts=8,
+        top_k=2,
+        heads=32,
+        kv_heads=8,
+        tokens=8192,
+        sequences=2,
     ),
 }
 

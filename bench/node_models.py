@@ -82,8 +82,8 @@ def make_case(shape: Any, arguments: argparse.Namespace, ranks: int) -> Any:
     return tiny_gpt.Case(
         ep=ranks,
         grouped=True,
-        seq=shape.tokens,
-        micro_batch=1,
+        seq=shape.tokens // shape.sequences,
+        micro_batch=shape.sequences,
         accumulate=arguments.microbatches,
         bf16=True,
         distributed_optimizer=True,

@@ -207,7 +207,7 @@ def measure(
     """
     ranks = dist.get_world_size()
     if not shapes and device.type != "cuda":
-        tiny = dict(hidden=256, ffn=128, tokens=128, experts=2 * ranks, top_k=2)
+        tiny = dict(hidden=256, ffn=128, tokens=128, sequences=1, experts=2 * ranks, top_k=2)
         shapes = [dataclasses.replace(shape, **tiny) for shape in MODELS.values()]
     elif not shapes and ranks not in RECORDED:
         raise ValueError(
@@ -237,12 +237,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--ranks", type=int, choices=RECORDED, help="4 and 8 by default")
     parser.add_argument("--model", choices=MODELS, help="all by default")
-    parser.add_argument("--tokens", type=int, default=4096, help="of a rank and microbatch")
+    parser.add_argument("--tokens", type=int, help="of a rank and microbatch; the model's own")
     parser.add_argument("--measure", action="store_true", help="measure speeds here, on --ranks")
     parser.add_argument("--transport", default="auto", help="transport of replicas to measure")
     options = parser.parse_args()
     names = [options.model] if options.model else list(MODELS)
-    shapes = [dataclasses.replace(MODELS[name], tokens=options.tokens) for name in names]
+    shapes = [MODELS[name] for name in names]
+    if options.tokens:
+        shapes = [dataclasses.replace(shape, tokens=options.tokens) for shape in shapes]
     if options.measure:
         if "RANK" not in os.environ:
             sys.exit(again_on_gpus(__file__, options.ranks or max(RECORDED)))

@@ -91,7 +91,9 @@ def test_plain_heads_stand_for_latent_attention() -> None:
     model = Model.named("deepseek-v3")
     tokens = 4096
     latent = tokens * (3 * 2 * model.attention + 3.5 * 2 * tokens * model.width)
-    assert MODELS["dsv3"].attention_flops == pytest.approx(latent, rel=0.05)
+    shape = MODELS["dsv3"]
+    assert shape.tokens == shape.sequences * tokens
+    assert shape.attention_flops == pytest.approx(shape.sequences * latent, rel=0.05)
 
 
 @fast
