@@ -21,13 +21,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 NCCL_NEEDED: tuple[int, int] = (2, 30)
 # environment variable: path of an NCCL library that replaces torch's
 LIBRARY_VARIABLE = "HECATE_NCCL"
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 CONTROL = "nvidia-cuda-mps-control"
+# folders of drivers that may not be on PATH
+DRIVERS = "/usr/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin"
 # NCCL's thread blocks per collective on a whole GPU; the ranks of a GPU share them. With more they
 # would fill the multiprocessors of a rank.
 NCCL_BLOCKS: int = 16
@@ -109,7 +113,7 @@ def mps() -> Iterator[dict[str, str]]:
 
     A running MPS that ``$CUDA_MPS_PIPE_DIRECTORY`` names is used as it is.
     """
-    control = shutil.which(CONTROL)
+    control = shutil.which(CONTROL, path=f"{os.environ.get('PATH', '')}:{DRIVERS}")
     if PIPE_VARIABLE in os.environ:
         yield {}
         return
@@ -118,23 +122,34 @@ def mps() -> Iterator[dict[str, str]]:
         yield {}
         return
     # A name in /tmp, because the path of a socket has at most 108 characters.
-    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="mps-", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
         variables = {PIPE_VARIABLE: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         environment = {**os.environ, **variables}
         subprocess.run([control, "-d"], env=environment, check=True, timeout=60)
         try:
             yield variables
         finally:
-            quit_command = f"quit -t {MPS_TIMEOUT}\n"
-            subprocess.run(
-                [control],
-                input=quit_command,
-                env=environment,
-                text=True,
-                stdout=subprocess.DEVNULL,
-                timeout=60,
-                check=False,
-            )
+            _quit_mps(control, environment)
+
+
+def _quit_mps(control: str, environment: Mapping[str, str]) -> None:
+    """Stop MPS and wait until it has ended, because a second one cannot start beside it."""
+    number = Path(environment[PIPE_VARIABLE], f"{CONTROL}.pid")
+    process = Path("/proc", number.read_text().strip()) if number.exists() else None
+    subprocess.run(
+        [control],
+        input=f"quit -t {MPS_TIMEOUT}\n",
+        env=environment,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        timeout=60,
+        check=False,
+    )
+    deadline = time.monotonic() + 2 * MPS_TIMEOUT
+    while process is not None and process.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def take_gpu() -> None:
