@@ -120,6 +120,8 @@ class Model:
             of_way = {"slots": SLOTS, "transport": transport, **KINDS[kind]}
             hook = fssdp(HecateConfig(**{**settings, **of_way}))
         self.trained = tiny_gpt.train(case, steps=0, hook=hook)
+        # Copies of all parameters, for comparisons.
+        self.trained.params.clear()
         layers = tiny_gpt.moe_layers(self.trained.chunks)
         self.routes = [
             LayerRoutes(layer.router, index, rank=dist.get_rank())

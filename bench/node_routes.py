@@ -8,6 +8,7 @@ one rank, layer, step and microbatch. Whoever trains, the same step routes alike
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -49,7 +50,7 @@ class Popularity:
     def logarithms(self, layer: int, step: int) -> np.ndarray:
         """Return the logarithm of each expert's popularity, [E], up to a constant."""
         if self.recorded:
-            counts = Trace.read(RECORDED).counts.sum(axis=2)
+            counts = _recorded_counts()
             if counts.shape[2] != self.experts:
                 raise ValueError(
                     f"{RECORDED.name} has {counts.shape[2]} experts, the model {self.experts}"
@@ -96,6 +97,12 @@ class Popularity:
         if imbalance(loads) > EVEN:
             return np.zeros(self.experts)
         return logarithms[order.ravel()]
+
+
+@functools.cache
+def _recorded_counts() -> np.ndarray:
+    """Return the recording's (token, expert) pairs by step, layer and expert, [T, L, E]."""
+    return Trace.read(RECORDED).counts.sum(axis=2)
 
 
 def imbalance(loads: Sequence[float] | np.ndarray) -> float:
