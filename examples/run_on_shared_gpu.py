@@ -31,6 +31,8 @@ CONTROL = "nvidia-cuda-mps-control"
 # NCCL's thread blocks per collective on a whole GPU; the ranks of a GPU share them. With more they
 # would fill the multiprocessors of a rank.
 NCCL_BLOCKS: int = 16
+# folders with MPS's control program where it is not on the PATH
+MPS_FOLDERS = ("/usr", "/opt")
 # seconds that MPS waits for the ranks when it stops
 MPS_TIMEOUT: int = 5
 
@@ -103,22 +105,34 @@ def rank_environment(per_gpu: int) -> dict[str, str]:
     }
 
 
+def _mps_control() -> str:
+    """Return the path of MPS's control program; empty if there is none."""
+    if control := shutil.which(CONTROL):
+        return control
+    # Images put the driver's programs into folders of their own.
+    search = ["find", *MPS_FOLDERS, "-name", CONTROL, "-print", "-quit"]
+    return subprocess.run(search, capture_output=True, text=True, check=False).stdout.strip()
+
+
 @contextlib.contextmanager
 def mps() -> Iterator[dict[str, str]]:
     """Run MPS inside the block; yields the variables by which ranks find it.
 
     A running MPS that ``$CUDA_MPS_PIPE_DIRECTORY`` names is used as it is.
     """
-    control = shutil.which(CONTROL)
     if PIPE_VARIABLE in os.environ:
         yield {}
         return
-    if control is None:
+    control = _mps_control()
+    if not control:
         print(f"{CONTROL} not found: ranks take turns on the GPU, step times mean nothing")
         yield {}
         return
     # A name in /tmp, because the path of a socket has at most 108 characters.
-    with tempfile.TemporaryDirectory(prefix="mps-", dir="/tmp") as folder:
+    # The daemon may remove its files at the same time.
+    with tempfile.TemporaryDirectory(
+        prefix="mps-", dir="/tmp", ignore_cleanup_errors=True
+    ) as folder:
         variables = {PIPE_VARIABLE: folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         environment = {**os.environ, **variables}
         subprocess.run([control, "-d"], env=environment, check=True, timeout=60)
