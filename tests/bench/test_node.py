@@ -125,7 +125,7 @@ def test_all_of_it_without_a_gpu(tmp_path: Path) -> None:
         for line in done.stdout.splitlines()
         if line.startswith("| ")
     ]
-    skewed, spans, balanced = _tables(rows)
+    skewed, balanced, spans = _tables(rows)
     ways = ["stock", "ideal", "nvlink:late", "p2p:layer"]
     assert [row["way"] for row in skewed] == [row["way"] for row in balanced] == ways
     by_way = {row["way"]: row for row in skewed}
