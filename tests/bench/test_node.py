@@ -152,3 +152,23 @@ def _tables(rows: list[list[str]]) -> list[list[dict[str, str]]]:
         elif tables and len(row) == len(head):
             tables[-1].append(dict(zip(head, row, strict=True)))
     return tables
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("multiprocessors", "is_refused"), [(16, False), (132, True)])
+def test_ranks_that_take_turns_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, is_refused: bool
+) -> None:
+    """What torch reported of 8 ranks of an H200, with MPS and without (132, a whole GPU's)."""
+    import contextlib
+
+    import torch
+    from node_models import check_shares
+
+    properties = SimpleNamespace(multi_processor_count=multiprocessors, major=9)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    refused = pytest.raises(ValueError, match="132 multiprocessors: they take turns")
+    with refused if is_refused else contextlib.nullcontext():
+        check_shares(8)
