@@ -136,6 +136,7 @@ class Comparison:
         import torch.distributed as dist
         from torch.profiler import ProfilerActivity, record_function
 
+        folder.mkdir(parents=True, exist_ok=True)
         # Plans follow the routes of steps before.
         self.run(case, 0)
         activities = [ProfilerActivity.CPU]
@@ -253,6 +254,7 @@ def write_speeds(shape: Any, machine: Any) -> str:
 def measure_all(arguments: argparse.Namespace) -> None:
     """Measure on every rank; print the tables on rank 0."""
     start()
+    import node_scale
     import tiny_gpt
     import torch.distributed as dist
     from node_machine import ThreadBlocks
@@ -293,38 +295,33 @@ def measure_all(arguments: argparse.Namespace) -> None:
         stock = median([sample.compute for sample in samples["stock"]])
         if regime == "host":
             host_step = stock
-        if regime == "host" and machine is not None:
             host = stock / arguments.layers / arguments.microbatches
-            machine = dataclasses.replace(machine, host=host)
-        is_host_bound = stock < HOST_SHARE * host_step
+            machine = machine and dataclasses.replace(machine, host=host)
+        label = scale_label(model, shape, machine, is_host_bound=stock < HOST_SHARE * host_step)
         if is_first:
             table = Table(f"{title}, regime {regime}, {tokens} tokens")
-            label = scale_label(model, shape, machine)
-            if is_host_bound and machine is not None:
-                label = f"host-bound; {label}"
             for row in rows(samples, routed, models):
                 table.add(**row, scale=label)
     if is_first and machine is not None:
-        from node_scale import table as print_scale
-
-        print_scale(model, shape, machine)
+        node_scale.table(model, shape, machine)
     # Last, when all times are written: the profiler may fail under MPS.
     if arguments.profile and "gpu" in arguments.regimes:
-        arguments.profile.mkdir(parents=True, exist_ok=True)
         comparison.popularity = popularity
         comparison.profile(case, arguments.profile)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def scale_label(model: Any, shape: Any, machine: Any) -> str:
+def scale_label(model: Any, shape: Any, machine: Any, *, is_host_bound: bool) -> str:
     """Return whether a row can be a headline, or why not."""
     from node_scale import misfits
 
     if machine is None:
         return "rehearsal"
     off = misfits(model, shape, machine)
-    return f"scale off: {', '.join(off)}" if off else "headline"
+    fit = f"scale off: {', '.join(off)}" if off else ""
+    bound = "host-bound" if is_host_bound else ""
+    return "; ".join(filter(None, (bound, fit))) or "headline"
 
 
 def parse() -> argparse.Namespace:
