@@ -9,7 +9,7 @@
 # make lint       lint, types and budgets alone
 # make bench      step time, stock against FSSDP, skewed and balanced; time of the host
 # make balance    what every planner leaves, on recorded loads, and how long planning takes
-# make gpu        on a machine with a GPU: check and time everything, results in build/gpu; 41 minutes at most
+# make gpu        on a machine with a GPU: check and time everything, results in build/gpu; 50 minutes at most
 # make gpu-bundle  what `make gpu` needs where there is no internet, in build/gpu-bundle; with IMAGE=LIST, what a machine
 #                  lacks that has the packages in the file LIST
 # make format     format the code

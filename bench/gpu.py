@@ -59,6 +59,10 @@ SITE = ROOT / "build" / "gpu-site"
 NCCL = SITE / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
 # PR_SET_PDEATHSIG of prctl
 DIE_WITH_PARENT = 1
+# variable by which all processes of a part are recognized
+MARK = "FSSDP_MARK"
+# seconds for a stopped part's ranks and MPS to end by themselves
+GRACE: float = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,15 +192,16 @@ def _wait(
         "passed", "failed" or "stopped", and the reason.
     """
     end = time.monotonic() + limit
-    # A process group of its own, so that it can be killed with all its children; in this session,
-    # so that it ends with the session.
+    mark = f"{os.getpid()}.{time.monotonic_ns()}"
+    # A process group of its own, so that it can be ended with its children; in this session, so
+    # that it ends with the session.
     try:
         process = subprocess.Popen(
             words,
             stdout=log,
             stderr=log,
             cwd=ROOT,
-            env=environment,
+            env={**environment, MARK: mark},
             process_group=0,
             preexec_fn=_die_with_parent,
         )
@@ -210,12 +215,36 @@ def _wait(
                 process.wait(min(POLL, max(0.0, end - time.monotonic())))
             folder.refresh()
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        _end(process, mark)
     if status in statuses:
         return "passed", ""
     return "failed", f"exit status {status}"
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> None:
+    """End a part and all that it has started: torchrun's ranks and MPS have their own sessions."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        end = time.monotonic() + GRACE
+        while _marked(mark) and time.monotonic() < end:
+            process.poll()
+            time.sleep(0.1)
+    for pid in _marked(mark):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def _marked(mark: str) -> list[int]:
+    """Return the processes that have ``mark`` in their environment."""
+    pids = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        # Others' processes, and such as have just ended.
+        with contextlib.suppress(OSError):
+            if f"{MARK}={mark}\0".encode() in path.read_bytes():
+                pids.append(int(path.parent.name))
+    return pids
 
 
 def _die_with_parent() -> None:

@@ -18,8 +18,8 @@ Ways of training take turns, step by step, in the same processes, on the same ro
 Regimes: `gpu` has as many tokens as `node_scale` asks for, so that the ratios of a step's parts are
 those of a node of H100; `host` has an eighth of them, and the host bounds the step; `balanced` has
 all tokens and equally popular experts. A row is a headline only if all ratios agree by measured
-speeds. ``--profile`` adds a step of each way under torch.profiler, and prints where its time goes
-(`node_spans`).
+speeds and the host does not bound it. ``--profile`` adds a step of each way under torch.profiler,
+and prints where its time goes (`node_spans`).
 """
 
 from __future__ import annotations
@@ -39,12 +39,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from launch import again_on_gpus, again_on_ranks  # noqa: E402
-from node_models import FREE, KINDS, TRANSPORTS, Model, batches, make_case, start  # noqa: E402
+from node_models import FREE, KINDS, SLOTS, TRANSPORTS, Model, batches, make_case, start  # noqa: E402
 
 WAYS = ("nvlink", "p2p", "nvlink:layer", "nvlink:late")
 REGIMES = ("host", "gpu", "balanced")
 HOST_BOUND: int = 8
-# share of the GPU's memory for weights, gradients and optimizer states of all models
+# The host bounds a step that is not this much longer than stock's in the regime `host`.
+HOST_SHARE: float = 1.25
+# share of the GPU's memory for weights, gradients, optimizer states and replicas of all models
 MEMORY: float = 0.6
 
 
@@ -134,6 +136,9 @@ class Comparison:
         import torch.distributed as dist
         from torch.profiler import ProfilerActivity, record_function
 
+        folder.mkdir(parents=True, exist_ok=True)
+        # Plans follow the routes of steps before.
+        self.run(case, 0)
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available() and not hasattr(torch.cuda, "_hecate_stand_in"):
             activities.append(ProfilerActivity.CUDA)
@@ -210,17 +215,21 @@ def choose_sizes(arguments: argparse.Namespace, ranks: int) -> tuple[Any, Any, A
 def affordable_ways(ways: list[str], shape: Any, arguments: argparse.Namespace) -> list[str]:
     """Return the first of ``ways`` whose models fit into the GPU beside stock's."""
     import torch
+    import torch.distributed as dist
 
     if arguments.tiny:
         return ways
     total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-    models = int(MEMORY * total / (shape.training_bytes * arguments.layers))
-    if models < 2:
+    stock = shape.training_bytes * arguments.layers
+    # weights in bf16 and gradients in fp32
+    ours = stock + 6 * SLOTS * dist.get_world_size() * shape.expert * arguments.layers
+    count = int((MEMORY * total - stock) / ours)
+    if count < 1:
         raise ValueError(
-            f"{arguments.layers} layers of {arguments.model} take "
-            f"{shape.training_bytes * arguments.layers / 1e9:.0f} GB a model; use fewer --layers"
+            f"{arguments.layers} layers of {arguments.model} take {stock / 1e9:.0f} GB as stock "
+            f"and {ours / 1e9:.0f} with replicas, of {total / 1e9:.0f}; use fewer --layers"
         )
-    return ways[: models - 1]
+    return ways[:count]
 
 
 def write_speeds(shape: Any, machine: Any) -> str:
@@ -245,7 +254,7 @@ def write_speeds(shape: Any, machine: Any) -> str:
 def measure_all(arguments: argparse.Namespace) -> None:
     """Measure on every rank; print the tables on rank 0."""
     start()
-    import node_spans
+    import node_scale
     import tiny_gpt
     import torch.distributed as dist
     from node_machine import ThreadBlocks
@@ -272,6 +281,8 @@ def measure_all(arguments: argparse.Namespace) -> None:
     )
     comparison = Comparison(models, popularity, warmup=arguments.warmup)
     title = f"{arguments.model}, {ranks} ranks, {arguments.layers} layers"
+    # seconds of stock's step in the regime `host`
+    host_step = 0.0
     for regime in arguments.regimes:
         length = case.seq // HOST_BOUND if regime == "host" else case.seq
         alpha = 0.0 if regime == "balanced" else arguments.alpha
@@ -281,39 +292,37 @@ def measure_all(arguments: argparse.Namespace) -> None:
         captures = arguments.graphs and regime == arguments.regimes[0]
         after_warmup = Model.capture if captures else None
         samples, routed = comparison.run(of_regime, arguments.steps, after_warmup)
-        if regime == "host" and machine is not None:
-            stock = median([sample.compute for sample in samples["stock"]])
+        stock = median([sample.compute for sample in samples["stock"]])
+        if regime == "host":
+            host_step = stock
             host = stock / arguments.layers / arguments.microbatches
-            machine = dataclasses.replace(machine, host=host)
+            machine = machine and dataclasses.replace(machine, host=host)
+        label = scale_label(model, shape, machine, is_host_bound=stock < HOST_SHARE * host_step)
         if is_first:
             tokens = length * case.micro_batch
             table = Table(f"{title}, regime {regime}, {tokens} tokens")
             for row in rows(samples, routed, models):
-                table.add(**row, scale=scale_label(model, shape, machine, regime=regime))
-        if regime == "gpu" and arguments.profile:
-            arguments.profile.mkdir(parents=True, exist_ok=True)
-            comparison.profile(of_regime, arguments.profile)
-            if is_first:
-                counts = f"--layers={arguments.layers} --microbatches={arguments.microbatches}"
-                node_spans.main([str(arguments.profile), *counts.split()])
+                table.add(**row, scale=label)
     if is_first and machine is not None:
-        from node_scale import table as print_scale
-
-        print_scale(model, shape, machine)
+        node_scale.table(model, shape, machine)
+    # Last, when all times are written: the profiler may fail under MPS.
+    if arguments.profile and "gpu" in arguments.regimes:
+        comparison.popularity = popularity
+        comparison.profile(case, arguments.profile)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def scale_label(model: Any, shape: Any, machine: Any, *, regime: str) -> str:
+def scale_label(model: Any, shape: Any, machine: Any, *, is_host_bound: bool) -> str:
     """Return whether a row can be a headline, or why not."""
     from node_scale import misfits
 
     if machine is None:
         return "rehearsal"
-    if regime == "host":
-        return "host-bound"
     off = misfits(model, shape, machine)
-    return f"scale off: {', '.join(off)}" if off else "headline"
+    fit = f"scale off: {', '.join(off)}" if off else ""
+    bound = "host-bound" if is_host_bound else ""
+    return "; ".join(filter(None, (bound, fit))) or "headline"
 
 
 def parse() -> argparse.Namespace:
@@ -351,9 +360,20 @@ def main() -> int:
     if "RANK" in os.environ:
         measure_all(arguments)
         return 0
+    # Traces of an earlier call, perhaps of other ways.
+    for path in arguments.profile.glob("*-rank*.json.gz") if arguments.profile else ():
+        path.unlink()
     if arguments.tiny:
-        return again_on_ranks(__file__, 2)
-    return again_on_gpus(__file__, arguments.ranks)
+        status = again_on_ranks(__file__, 2)
+    else:
+        status = again_on_gpus(__file__, arguments.ranks)
+    if arguments.profile and "gpu" in arguments.regimes and not status:
+        # Here, because it takes long, and a trace that it cannot read must end no rank.
+        import node_spans
+
+        counts = f"--layers={arguments.layers} --microbatches={arguments.microbatches}"
+        node_spans.main([str(arguments.profile), *counts.split()])
+    return status
 
 
 if __name__ == "__main__":

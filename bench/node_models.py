@@ -37,8 +37,30 @@ def start() -> None:
         return
     from node_machine import ThreadBlocks
 
-    ThreadBlocks.of(int(os.environ["WORLD_SIZE"])).use()
+    ranks = int(os.environ["WORLD_SIZE"])
+    check_shares(ranks)
+    ThreadBlocks.of(ranks).use()
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=120))
+
+
+def check_shares(ranks: int) -> None:
+    """Check that MPS gives each rank multiprocessors of its own.
+
+    Raises:
+        ValueError: it does not; times would mean nothing.
+    """
+    import torch
+
+    from megatron_hecate.comm.nvlink.launch import MULTIPROCESSORS
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    share = properties.multi_processor_count
+    per_gpu = ranks // torch.cuda.device_count()
+    if per_gpu * share > 1.5 * MULTIPROCESSORS.get(properties.major, share):
+        raise ValueError(
+            f"each of {per_gpu} ranks of the GPU has {share} multiprocessors: they take turns, and "
+            "times mean nothing; start MPS (nvidia-cuda-mps-control -d)"
+        )
 
 
 def batches(batch: Callable[..., Any]) -> Callable[..., Any]:

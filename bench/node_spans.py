@@ -12,7 +12,6 @@ The i-th collective of a process group is matched over ranks. The shortest durat
 last arriver, who does not wait: so long data moves on each rank, up to the collective's end, and
 before that the rank waits. FSSDP's messages are matched by transfer. Where ranks move different
 amounts, what a rank moves longer than the shortest counts as waiting.
-Ranks that share a GPU without MPS take turns: a kernel's time then includes the others' turns.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import json
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +60,12 @@ KERNELS: tuple[tuple[str, str], ...] = (
     # torch: index_select, index_put, sort
     (PERMUTE, r"index_\w*kernel|indexing_|indexSelect|vectorized_gather|sort"),
 )
-# Kinds of what is launched within a span ``fssdp/<what> <layer>`` (megatron_hecate/trace.py), such
-# as a transfer's copies and sums.
+# Kinds of what is launched within a span ``fssdp/<what> <layer>``, such as copies and sums.
 SPANS = {
     **dict.fromkeys(("spAG start", "spAG wait"), FETCH),
     **dict.fromkeys(("spRS start", "spRS wait"), RETURN),
     **dict.fromkeys(("loads", "quotas", "late", "plan"), ROUTING),
 }
-# Kinds by priority, first the computations: copies last, they may run on copy engines.
 COMPUTE = (GEMM, ATTENTION, PERMUTE, ROUTING, SUMS, "optimizer", OTHER, COPIES)
 TRANSFERS = (FETCH, RETURN, EITHER)
 MOVED = (TOKENS, LOADS, *TRANSFERS, OTHER_COLLECTIVES)
@@ -363,11 +361,13 @@ def read_folder(folder: Path) -> dict[str, list[Trace]]:
     if not paths:
         raise ValueError(f"{folder} has no traces NAME-rank<r>.json.gz; run bench/node.py first")
     for way, numbered in paths.items():
-        ranks = sorted(rank for rank, _ in numbered)
+        numbered.sort()
+        ranks = [rank for rank, _ in numbered]
         if ranks != list(range(len(ranks))):
             raise ValueError(f"{folder}: {way} has ranks {ranks}; give a trace of each from 0 on")
     ways = sorted(paths, key=lambda way: (way != "stock", way))
-    return {way: [read(path) for _, path in sorted(paths[way])] for way in ways}
+    with ProcessPoolExecutor() as pool:
+        return {way: list(pool.map(read, [path for _, path in paths[way]])) for way in ways}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -30,11 +30,11 @@ NCCL_NEEDED: tuple[int, int] = (2, 30)
 LIBRARY_VARIABLE = "HECATE_NCCL"
 PIPE_VARIABLE = "CUDA_MPS_PIPE_DIRECTORY"
 CONTROL = "nvidia-cuda-mps-control"
-# folders of drivers that may not be on PATH
-DRIVERS = "/usr/bin:/usr/local/nvidia/bin:/usr/local/cuda/bin"
 # NCCL's thread blocks per collective on a whole GPU; the ranks of a GPU share them. With more they
 # would fill the multiprocessors of a rank.
 NCCL_BLOCKS: int = 16
+# folders with MPS's control program where it is not on the PATH
+MPS_FOLDERS = ("/usr", "/opt")
 # seconds that MPS waits for the ranks when it stops
 MPS_TIMEOUT: int = 5
 
@@ -107,21 +107,31 @@ def rank_environment(per_gpu: int) -> dict[str, str]:
     }
 
 
+def _mps_control() -> str:
+    """Return the path of MPS's control program; empty if there is none."""
+    if control := shutil.which(CONTROL):
+        return control
+    # Images put the driver's programs into folders of their own.
+    search = ["find", *MPS_FOLDERS, "-name", CONTROL, "-print", "-quit"]
+    return subprocess.run(search, capture_output=True, text=True, check=False).stdout.strip()
+
+
 @contextlib.contextmanager
 def mps() -> Iterator[dict[str, str]]:
     """Run MPS inside the block; yields the variables by which ranks find it.
 
     A running MPS that ``$CUDA_MPS_PIPE_DIRECTORY`` names is used as it is.
     """
-    control = shutil.which(CONTROL, path=f"{os.environ.get('PATH', '')}:{DRIVERS}")
     if PIPE_VARIABLE in os.environ:
         yield {}
         return
-    if control is None:
+    control = _mps_control()
+    if not control:
         print(f"{CONTROL} not found: ranks take turns on the GPU, step times mean nothing")
         yield {}
         return
     # A name in /tmp, because the path of a socket has at most 108 characters.
+    # The daemon may remove its files at the same time.
     with tempfile.TemporaryDirectory(
         prefix="mps-", dir="/tmp", ignore_cleanup_errors=True
     ) as folder:

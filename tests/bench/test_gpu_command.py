@@ -47,7 +47,9 @@ def test_the_page_hides_nothing(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     hang = "import subprocess, time; print('begins', flush=True); "
     hang += (
-        f"open('{pid}', 'w').write(str(subprocess.Popen(['sleep', '600']).pid)); time.sleep(600)"
+        # in a session of its own, as torchrun starts ranks
+        f"p = subprocess.Popen(['sleep', '600'], start_new_session=True); "
+        f"open('{pid}', 'w').write(str(p.pid)); time.sleep(600)"
     )
     table = "import rows; rows.Table('of numbers').add(a=7, b_c=0.25)"
     parts = (
@@ -161,7 +163,7 @@ def test_parts_are_selected() -> None:
         "routing",
         *(n for n in first if n != "routing"),
     ]
-    with pytest.raises(ValueError, match="no part quotas, rating; there are check, values"):
+    with pytest.raises(ValueError, match="no part quotas, rating; there are check, parity-layouts"):
         gpu.chosen("quotas,rating,routing")
 
 

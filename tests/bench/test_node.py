@@ -125,7 +125,7 @@ def test_all_of_it_without_a_gpu(tmp_path: Path) -> None:
         for line in done.stdout.splitlines()
         if line.startswith("| ")
     ]
-    skewed, spans, balanced = _tables(rows)
+    skewed, balanced, spans = _tables(rows)
     ways = ["stock", "ideal", "nvlink:late", "p2p:layer"]
     assert [row["way"] for row in skewed] == [row["way"] for row in balanced] == ways
     by_way = {row["way"]: row for row in skewed}
@@ -152,3 +152,23 @@ def _tables(rows: list[list[str]]) -> list[list[dict[str, str]]]:
         elif tables and len(row) == len(head):
             tables[-1].append(dict(zip(head, row, strict=True)))
     return tables
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(("multiprocessors", "is_refused"), [(16, False), (132, True)])
+def test_ranks_that_take_turns_are_not_timed(
+    monkeypatch: pytest.MonkeyPatch, multiprocessors: int, is_refused: bool
+) -> None:
+    """What torch reported of 8 ranks of an H200, with MPS and without (132, a whole GPU's)."""
+    import contextlib
+
+    import torch
+    from node_models import check_shares
+
+    properties = SimpleNamespace(multi_processor_count=multiprocessors, major=9)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    refused = pytest.raises(ValueError, match="132 multiprocessors: they take turns")
+    with refused if is_refused else contextlib.nullcontext():
+        check_shares(8)

@@ -14,6 +14,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -52,16 +53,22 @@ def test_a_shared_gpu(group: str, tmp_path: Path) -> None:
     )
     names = list(CASES[group])
     script = str(ROOT / "examples" / "run_on_shared_gpu.py")
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, script, f"--ranks={RANKS}", shared_gpu_cases.__file__, group],
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
         env=os.environ | environment,
         cwd=ROOT,
     )
-    print(done.stdout)
-    failed = [name for name in names if f"{name}: {SAYS}" not in done.stdout]
-    assert not failed and done.returncode == 0, (
-        f"{failed}:\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}"
-    )
+    # it ends ranks and MPS
+    timer = threading.Timer(400, process.terminate)
+    timer.start()
+    said = ""
+    # printed at once: a limit on the whole test loses no case that has ended
+    for line in process.stdout or ():
+        print(line, end="", flush=True)
+        said += line
+    timer.cancel()
+    failed = [name for name in names if f"{name}: {SAYS}" not in said]
+    assert not failed and process.wait() == 0, f"{failed}:\n{said[-5000:]}"

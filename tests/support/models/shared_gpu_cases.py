@@ -246,7 +246,7 @@ def _main(group: str, names: list[str]) -> None:
     """Run on every rank. A case that fails on all ranks leaves the others their turn."""
     import torch.distributed as dist
 
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=45))
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=120))
     torch.use_deterministic_algorithms(True, warn_only=True)
     from megatron.core import parallel_state
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager
