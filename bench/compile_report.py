@@ -22,6 +22,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import sass  # noqa: E402
 from rows import Table  # noqa: E402
 
+from megatron_hecate import code_cache  # noqa: E402
 from megatron_hecate.comm.nvlink.launch import THREADS  # noqa: E402
 from megatron_hecate.device import compile as kernels  # noqa: E402
 
@@ -45,7 +46,7 @@ def main() -> None:
         architectures = (torch.cuda.get_device_capability(0),)
     with tempfile.TemporaryDirectory() as folder:
         # An empty cache: a cached cubin would not be compiled and timed.
-        os.environ[kernels.CACHE] = folder
+        os.environ[code_cache.KERNELS.variable] = folder
         for compiler in compilers:
             for capability in architectures:
                 report(compiler, capability, Path(folder))
