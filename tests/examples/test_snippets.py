@@ -53,7 +53,8 @@ BLOCKS = {
     "docs/scale.md": "tests/job/test_watchdog.py tests/job/test_watchdog.py",
     "docs/what-if.md": "commands files",
     "tests/README.md": "commands commands",
-    **dict.fromkeys(["docs/gpu.md", "docs/recipes.md"], "commands"),
+    "docs/gpu.md": "commands commands",
+    "docs/recipes.md": "commands",
 }
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # In place of two packages that the tests do without: they print, and answer, what they are asked.
