@@ -44,9 +44,9 @@ from node_machine import (  # noqa: E402
     RECORDED,
     Machine,
     Shape,
-    ThreadBlocks,
     h100_node,
 )
+from node_models import start  # noqa: E402
 from node_speeds import measure_speeds  # noqa: E402
 from rows import Table  # noqa: E402
 
@@ -258,11 +258,10 @@ def main() -> None:
 
 def _measured(shapes: Sequence[Shape], transport: str) -> None:
     """Measure, choose sizes, measure again at these, and print on rank 0."""
+    start()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-        ThreadBlocks.of(int(os.environ["WORLD_SIZE"])).use()
-    dist.init_process_group("gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl")
     machine = measure(device, transport=transport)
     here = [scaled(shape, machine) for shape in shapes]
     machine = measure(device, shapes=here, transport=transport)

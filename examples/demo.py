@@ -35,7 +35,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from demo_results import Gain, Run, conclude, report
-from run_on_shared_gpu import mps, rank_environment
+from run_on_shared_gpu import mps, rank_environment, torchrun
 from turns import VARIABLE, Turns
 
 HERE = Path(__file__).resolve().parent
@@ -150,9 +150,7 @@ class Place:
         if self.gpus:
             words = [sys.executable, str(HERE / "run_on_shared_gpu.py"), f"--ranks={self.ranks}"]
         else:
-            words = [sys.executable, "-m", "torch.distributed.run"]
-            words += [f"--nproc-per-node={self.ranks}", "--standalone"]
-            words.append(str(HERE / "run_on_cpu.py"))
+            words = torchrun(self.ranks, [str(HERE / "run_on_cpu.py")])
         if fssdp is not None:
             words += ["-m", "megatron_hecate", "run", *fssdp, "--"]
         return [*words, str(HERE / "pretrain_gpt.py")]

@@ -26,7 +26,7 @@ MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act", "layernorm"])
 SHARED = dict(moe_shared_expert_intermediate_size=256, moe_shared_expert_overlap=True)
 PADDED = dict(moe_router_padding_for_quantization=True)
-FP8_GATHER = dict(fp8_param_gather=True)
+FP8_STORED = dict(bf16=True, accumulate=2, **SHARDED, ddp=dict(fp8_param_gather=True))
 LATE = dict(late_replicas=2)
 MTP = dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
 CAPACITY = dict(
@@ -98,24 +98,12 @@ CASES: dict[str, dict[str, tuple[dict, dict, dict]]] = {
             {},
         ),
         "fp8-blockwise-stored": (
-            dict(
-                bf16=True,
-                accumulate=2,
-                **SHARDED,
-                ddp=FP8_GATHER,
-                optimizer=dict(fp8_recipe="blockwise"),
-            ),
+            dict(FP8_STORED, optimizer=dict(fp8_recipe="blockwise")),
             dict(FUSED, **PADDED, fp8="e4m3", fp8_recipe="blockwise", fp8_param=True),
             {},
         ),
         "fp8-tensorwise-stored": (
-            dict(
-                bf16=True,
-                accumulate=2,
-                **SHARDED,
-                ddp=FP8_GATHER,
-                optimizer=dict(fp8_recipe="tensorwise"),
-            ),
+            dict(FP8_STORED, optimizer=dict(fp8_recipe="tensorwise")),
             dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True),
             dict(lifetime="microbatch"),
         ),
