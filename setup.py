@@ -11,7 +11,7 @@ setup(
     # package_data alone decides: MANIFEST.in has more files, for the sdist
     include_package_data=False,
     package_data={
-        "megatron_hecate": ["py.typed", "offline/page/*"],
+        "megatron_hecate": ["py.typed", "tools/page/*"],
         "megatron_hecate.kernels": ["*.cuh", "*.cu", "*.cpp"],
     },
 )

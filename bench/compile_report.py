@@ -23,8 +23,8 @@ import sass  # noqa: E402
 from rows import Table  # noqa: E402
 
 from megatron_hecate import code_cache  # noqa: E402
-from megatron_hecate.comm.nvlink.launch import THREADS  # noqa: E402
 from megatron_hecate.device import compile as kernels  # noqa: E402
+from megatron_hecate.nvlink.launch import THREADS  # noqa: E402
 
 ARCHITECTURES: tuple[tuple[int, int], ...] = ((8, 0), (9, 0), (10, 0))
 COMPILERS = ("nvrtc", "nvcc")

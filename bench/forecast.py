@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_hecate.runtime.forecast import LoadHistory
+from megatron_hecate.step.forecast import LoadHistory
 
 DATA = Path(__file__).resolve().parent / "data"
 

@@ -32,7 +32,7 @@ class Part:
 TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")
 # Ranks share the GPU over NCCL (`run_on_shared_gpu`).
 NODE = (*TRANSFORMER_ENGINE, "megatron")
-VIRTUAL = "python -m pytest -q tests/comm/test_virtual_ranks.py -k"
+VIRTUAL = "python -m pytest -q tests/nvlink/test_virtual_ranks.py -k"
 
 
 def _parity(group: str, seconds: int) -> Part:
@@ -146,7 +146,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             "processes",
             "symmetric memory and streams between processes on one GPU; a peer that does not "
             "come is named",
-            "python -m pytest -q tests/comm/test_on_gpu.py -k 'not out_of_bounds and not race'",
+            "python -m pytest -q tests/nvlink/test_on_gpu.py -k 'not out_of_bounds and not race'",
             100,
             r"\d passed",
         ),
@@ -177,7 +177,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         Part(
             "races",
             "no race in the quotas, in shared memory",
-            "python -m pytest -q tests/comm/test_on_gpu.py -k race",
+            "python -m pytest -q tests/nvlink/test_on_gpu.py -k race",
             60,
             r"1 passed",
             ("compute-sanitizer",),
@@ -185,7 +185,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
         Part(
             "sanitizer",
             "no access is out of bounds",
-            "python -m pytest -q tests/comm/test_on_gpu.py -k out_of_bounds",
+            "python -m pytest -q tests/nvlink/test_on_gpu.py -k out_of_bounds",
             100,
             r"1 passed",
             ("compute-sanitizer",),

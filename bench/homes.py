@@ -41,10 +41,11 @@ from rivals.planner import Setting
 from rivals.report import Row, markdown, write_csv
 from rivals.score import Score, check_plan, score
 
-from megatron_hecate.offline.simulated_job import MOVED
-from megatron_hecate.offline.traffic import Traffic
-from megatron_hecate.plan import HomeSearch, Placement, plan_replicas
-from megatron_hecate.runtime.forecast import LoadHistory
+from megatron_hecate.homes.planner import HomeSearch
+from megatron_hecate.plan import Placement, plan_replicas
+from megatron_hecate.step.forecast import LoadHistory
+from megatron_hecate.tools.simulated_job import MOVED
+from megatron_hecate.tools.traffic import Traffic
 
 # steps of load from which a search chooses homes
 WINDOW: int = 20

@@ -7,7 +7,7 @@ import json
 import numpy as np
 from loads import DATA
 
-from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, simulate
+from megatron_hecate.tools.step_model import PipelineSchedule, Timing, Work, simulate
 
 PUBLISHED: dict = json.loads((DATA / "published" / "figures.json").read_text())
 # FLOP/s outside experts: the share of the peak that `plan.H100` takes for experts

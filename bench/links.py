@@ -5,7 +5,7 @@
 First: one hot expert, fetched by 1 to 71 other ranks of an NVLink domain; then the same over
 several domains; then the replicas that the planner chooses on recorded loads, step by step. Figures
 are chunks sent or received by the busiest rank, by the schedules that training uses
-(`comm.nvlink`), over the lower bound of all schedules: a rank must receive its replicas, and each
+(`nvlink`), over the lower bound of all schedules: a rank must receive its replicas, and each
 replicated expert must leave its home once. The target is 1.25. No time is measured.
 """
 
@@ -23,9 +23,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from megatron_hecate.comm.nvlink.chunks import MAX_RANKS  # noqa: E402
-from megatron_hecate.comm.nvlink.domains import Domains, Messages, Stages  # noqa: E402
 from megatron_hecate.comm.transport import Copy, TransferPlan  # noqa: E402
+from megatron_hecate.nvlink.chunks import MAX_RANKS  # noqa: E402
+from megatron_hecate.nvlink.domains import Domains, Messages, Stages  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
 from megatron_hecate.plan.world import H100  # noqa: E402
 

@@ -21,9 +21,9 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate.comm.nvlink.transport import NVLink  # noqa: E402
 from megatron_hecate.comm.p2p import P2P  # noqa: E402
 from megatron_hecate.comm.transport import LayerBuffer, Transport  # noqa: E402
+from megatron_hecate.nvlink.transport import NVLink  # noqa: E402
 from megatron_hecate.replicas.buffers import LIFETIMES  # noqa: E402
 from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts  # noqa: E402
 

@@ -51,7 +51,7 @@ def check_shares(ranks: int) -> None:
     """
     import torch
 
-    from megatron_hecate.comm.nvlink.launch import MULTIPROCESSORS
+    from megatron_hecate.nvlink.launch import MULTIPROCESSORS
 
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     share = properties.multi_processor_count

@@ -220,7 +220,7 @@ def _collective(call: Mapping[str, Any], span: Sequence[str]) -> tuple[str, tupl
     name, group, description, dtype = (str(call.get(key, "")) for key in keys)
     if span and SPANS[span[0]] in TRANSFERS:
         return SPANS[span[0]], (*span, group)
-    # megatron_hecate/comm/connect.py and job/groups.py
+    # megatron_hecate/switch_on/connect.py and comm/groups.py
     if description.startswith("fssdp") and description != "fssdp homes":
         return EITHER, ()
     kind = OTHER_COLLECTIVES

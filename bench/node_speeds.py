@@ -18,8 +18,8 @@ from experts_gemm import Experts, evenly
 from gpu_clock import CYCLES_PER_SECOND, LONGEST_SLEEP, WARM, name_of
 from node_machine import Machine, Shape, ThreadBlocks, line
 
-from megatron_hecate.comm.connect import connect
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
+from megatron_hecate.switch_on.connect import connect
 
 REPEATS: int = 5
 TIMEOUT: float = 60.0

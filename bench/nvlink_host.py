@@ -29,15 +29,15 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from megatron_hecate.comm.nvlink.chunks import ChunkTable  # noqa: E402
-from megatron_hecate.comm.nvlink.domains import Stages  # noqa: E402
-from megatron_hecate.comm.nvlink.places import Place  # noqa: E402
-from megatron_hecate.comm.nvlink.program import Extent, Program, Signals, compile_programs  # noqa: E402
-from megatron_hecate.comm.nvlink.program_cache import Programs  # noqa: E402
-from megatron_hecate.comm.nvlink.schedule import TransferSchedule  # noqa: E402
 from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
+from megatron_hecate.nvlink.chunks import ChunkTable  # noqa: E402
+from megatron_hecate.nvlink.domains import Stages  # noqa: E402
+from megatron_hecate.nvlink.places import Place  # noqa: E402
+from megatron_hecate.nvlink.program import Extent, Program, Signals, compile_programs  # noqa: E402
+from megatron_hecate.nvlink.program_cache import Programs  # noqa: E402
+from megatron_hecate.nvlink.schedule import TransferSchedule  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
-from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
+from megatron_hecate.step.forecast import LoadHistory  # noqa: E402
 
 # experts and ranks
 SIZES: tuple[tuple[int, int], ...] = ((64, 8), (256, 64))

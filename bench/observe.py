@@ -120,7 +120,7 @@ def _exchange(watched: bool) -> None:
     """Run the autograd operations of a layer's dispatch and combine, forward and backward."""
     import torch
 
-    from megatron_hecate.job.watchdog import here
+    from megatron_hecate.faults.watchdog import here
 
     tensor = torch.zeros(1, requires_grad=True)
     for exchange in (lambda: (tensor * 1, tensor * 1), lambda: (tensor * 1,)):

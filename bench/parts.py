@@ -1,4 +1,4 @@
-"""Compare single kernels, as `offline/presets.py` predicts them, with published measurements."""
+"""Compare single kernels, as `tools/presets.py` predicts them, with published measurements."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from loads import DATA
 from rivals.report import Row
 
-from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
-from megatron_hecate.offline.step_model import Work
 from megatron_hecate.plan import World
+from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
+from megatron_hecate.tools.step_model import Work
 
 PUBLISHED: dict = json.loads((DATA / "published" / "parts.json").read_text())
 # bytes of the all-to-all to which the presets' bandwidth inside nodes was fitted

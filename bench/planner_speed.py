@@ -46,7 +46,7 @@ from megatron_hecate.plan import (  # noqa: E402
 )
 from megatron_hecate.routing.quotas import QuotaTables  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape  # noqa: E402
-from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
+from megatron_hecate.step.forecast import LoadHistory  # noqa: E402
 
 # experts and ranks
 SIZES: tuple[tuple[int, int], ...] = ((64, 8), (64, 32), (256, 64), (1024, 1024), (256, 1024))

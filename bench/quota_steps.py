@@ -37,7 +37,7 @@ from megatron_hecate.device.launch import Kernels  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, largest_load, plan_replicas  # noqa: E402
 from megatron_hecate.routing.quotas import quotas_of_all  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape, HolderOrder  # noqa: E402
-from megatron_hecate.runtime.forecast import LoadHistory  # noqa: E402
+from megatron_hecate.step.forecast import LoadHistory  # noqa: E402
 
 RANKS = 64
 PASSES = ("rounds", "levels", "raises", "pushes", "accepts", "reaches", "walked", "barriers")

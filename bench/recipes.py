@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from megatron_hecate.check import problems
-from megatron_hecate.settings import unsupported
+from megatron_hecate.switch_on import unsupported
+from megatron_hecate.tools.check import problems
 
 RECIPES = Path(__file__).resolve().parent.parent / "tests" / "data" / "recipes.json"
 KINDS = {

@@ -17,7 +17,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from megatron_hecate.settings import unsupported
+from megatron_hecate.switch_on import unsupported
 
 RECIPES = Path(__file__).resolve().parent.parent / "tests" / "data" / "recipes.json"
 

@@ -20,11 +20,11 @@ from laer_steps import PUBLISHED, SYSTEMS, laer_predictions
 from parts import rows
 from rivals.report import markdown
 
-from megatron_hecate.offline.presets import CLUSTERS, Cluster, Model
-from megatron_hecate.offline.step_model import PipelineSchedule, Timing, Work, simulate
-from megatron_hecate.offline.traffic import LayerPlan
 from megatron_hecate.plan import CPU, LayerShape, Placement, World
 from megatron_hecate.plan.cost import BACKWARD
+from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
+from megatron_hecate.tools.step_model import PipelineSchedule, Timing, Work, simulate
+from megatron_hecate.tools.traffic import LayerPlan
 
 
 def timing(model: Model, cluster: Cluster, micro_batch: int, *, hidden: float = 0.0) -> Timing:

@@ -7,19 +7,26 @@ Importing this package imports neither Megatron nor CUDA.
 
 | package | content |
 |---|---|
-| `config`, `enable`, `bridge`, `__main__` | settings and flags; ways to switch FSSDP on |
-| `check`, `settings` | whether a Megatron, or a job's settings, can be combined with FSSDP |
-| `convert`, `layer` | the hook that converts a model; the MoE layer, one forward on one screen |
-| `observe` | stock training that counts and records loads |
-| `runtime` | schedule: iterations, load history and forecast, plans and prefetching |
-| `plan` | placement of replicas and quotas of tokens: numpy in, frozen plans out |
-| `routing`, `device` | kernels that reroute tokens; compilation and launch of kernels |
+| `config`, `enable`, `bridge`, `__main__` | settings; imports that switch FSSDP on; commands |
+| `step` | a step: the MoE layer, one forward on one screen; iterations, forecasts, prefetching |
 | `replicas` | replicas on this rank: buffers, lifetimes, autograd |
-| `comm` | transfers: plans, the transports `p2p` and `nvlink` |
-| `job` | ranks of a job outside training's collectives: rendezvous, agreement, watchdog |
+| `routing`, `device` | kernels that reroute tokens; compilation and launch of kernels |
+| `plan` | placement of replicas and quotas of tokens: numpy in, frozen plans out |
+| `comm` | transfers: plans, the transport `p2p`; groups and agreement of ranks |
 | `megatron` | adapters to Megatron's modules: experts, dispatchers, gradient buckets |
+| `switch_on` | whether FSSDP can be switched on; the hook that converts a model |
+| `faults` | ranks that stall or die, and restarts in the process |
+
+Boxes, which import the packages above, and which those know by a protocol only:
+
+| box | content |
+|---|---|
+| `nvlink` | the transport `nvlink` |
 | `homes` | experts that change homes, with their optimizer state |
-| `record`, `trace`, `offline` | records of runs, metrics, traces; commands that need no job |
+| `routes` | routes that are known before the forward |
+| `record`, `trace` | records, metrics, traces; `observe`, which counts loads without FSSDP |
+
+`tools` are commands that need no job; nothing in training imports them.
 """
 
 from __future__ import annotations
@@ -58,7 +65,7 @@ def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
     """
     config = HecateConfig.check(config)
     # the import loads Megatron, which importing this package must not
-    from megatron_hecate import convert
+    from megatron_hecate.switch_on import convert
 
     return convert.fssdp(config)
 
@@ -97,7 +104,7 @@ def release(model: Any) -> int:
     """
     for module in _converted_layers(model):
         # the import loads Megatron
-        from megatron_hecate.runtime.memory_release import release_memory
+        from megatron_hecate.step.memory_release import release_memory
 
         # all layers of a model share one prefetcher
         return release_memory(module.prefetcher)

@@ -28,7 +28,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_hecate import __version__, check, launcher
+from megatron_hecate import __version__
+from megatron_hecate.switch_on import launcher
+from megatron_hecate.tools import check
 
 PROGRAM = "megatron-hecate"
 
@@ -54,18 +56,20 @@ class Command:
 
 COMMANDS = {
     "check": Command(
-        "check", "print versions, and whether FSSDP fits here or a job's settings", "--check"
+        "tools.check", "print versions, and whether FSSDP fits here or a job's settings", "--check"
     ),
-    "report": Command("offline.report", "write a page about a recorded run", "--report"),
+    "report": Command("tools.report", "write a page about a recorded run", "--report"),
     "what-if": Command(
-        "offline.what_if", "simulate steps with and without FSSDP from recorded loads", "--what-if"
+        "tools.what_if", "simulate steps with and without FSSDP from recorded loads", "--what-if"
     ),
     "measure": Command(
-        "offline.measure",
+        "tools.measure",
         "measure links and cores, under torchrun",
         "--measure",
     ),
-    "run": Command("launcher", "run a Megatron training script with the --moe-fssdp flags"),
+    "run": Command(
+        "switch_on.launcher", "run a Megatron training script with the --moe-fssdp flags"
+    ),
 }
 # names and aliases of commands: name
 WORDS = {name: name for name in COMMANDS} | {

@@ -27,15 +27,16 @@ from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.bridge.training import callbacks, pretrain
 from torch.nn import Module
 
-from megatron_hecate import HecateConfig, entry, fssdp
+from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate import enable as launcher
+from megatron_hecate.comm.agreement import SwitchOnError, refuse
 from megatron_hecate.config import fssdp_arguments
 from megatron_hecate.homes.converters import restore_homes_before_libraries
-from megatron_hecate.job.agreement import SwitchOnError, refuse
+from megatron_hecate.megatron import assumptions
 from megatron_hecate.record.loggers import log_scalars
 from megatron_hecate.record.metrics import summarize
 from megatron_hecate.record.recorder import PATIENCE, JobMetrics, StageRecorder
-from megatron_hecate.settings import assumptions, unsupported
+from megatron_hecate.switch_on import entry, unsupported
 
 VERSION = f"Megatron-Bridge {package_info.__version__}"
 # of Bridge itself in 0.4; later Megatron's, from which Bridge's is derived

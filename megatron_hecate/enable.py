@@ -16,10 +16,11 @@ from typing import Any
 
 from megatron.training import arguments, training
 
-from megatron_hecate import HecateConfig, entry, fssdp
+from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.comm.agreement import refuse
 from megatron_hecate.config import launched
-from megatron_hecate.job.agreement import refuse
-from megatron_hecate.settings import assumptions, unsupported
+from megatron_hecate.megatron import assumptions
+from megatron_hecate.switch_on import entry, unsupported
 
 
 def wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:

@@ -14,8 +14,9 @@ import pytest
 import recorded
 from pretraining import ROOT, python
 
-from megatron_hecate import __version__, launcher
+from megatron_hecate import __version__
 from megatron_hecate.__main__ import COMMANDS, main, overview
+from megatron_hecate.switch_on import launcher
 
 pytestmark = pytest.mark.fast
 

@@ -66,7 +66,7 @@ def test_a_model_is_converted_where_it_is_wrapped(kind: str) -> None:
     """Behind Float16Module too, and with all chunks of a rank, of which each is wrapped by itself."""
     import tiny_gpt
 
-    from megatron_hecate import entry
+    from megatron_hecate.switch_on import entry
 
     case = {
         "fp32": tiny_gpt.Case(ep=4),
@@ -95,7 +95,7 @@ def test_chunks_that_are_out_of_sight_are_an_error() -> None:
     import tiny_gpt
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megatron_hecate import entry
+    from megatron_hecate.switch_on import entry
 
     case = tiny_gpt.Case(pp=2, vpp=2)
     tiny_gpt.initialize(case)
@@ -116,7 +116,8 @@ def test_a_step_without_fssdp_is_an_error() -> None:
     import tiny_gpt
     import torch
 
-    from megatron_hecate import HecateConfig, entry, fssdp
+    from megatron_hecate import HecateConfig, fssdp
+    from megatron_hecate.switch_on import entry
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
@@ -144,7 +145,8 @@ def test_what_a_model_says_of_itself_comes_first() -> None:
     """Overrides of Bridge are attributes of the model's configuration."""
     import tiny_gpt
 
-    from megatron_hecate import HecateConfig, entry, fssdp
+    from megatron_hecate import HecateConfig, fssdp
+    from megatron_hecate.switch_on import entry
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
@@ -175,7 +177,7 @@ def test_megatron_fsdp_is_refused_where_it_wraps() -> None:
     import tiny_gpt
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
-    from megatron_hecate import entry
+    from megatron_hecate.switch_on import entry
 
     class TorchFullyShardedDataParallel(_BaseDataParallel):
         """Wraps what it is given, as Megatron's class of this name."""
@@ -338,7 +340,7 @@ def test_a_script_that_replaces_its_process(function: str) -> None:
     """The launcher comes along, whichever of `os`'s functions it calls. Oracle: what the process becomes."""
     from unittest import mock
 
-    from megatron_hecate import launcher
+    from megatron_hecate.switch_on import launcher
 
     became = []
     with (

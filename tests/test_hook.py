@@ -61,7 +61,7 @@ def test_the_hook_can_be_pickled() -> None:
 def test_an_exception_leaves_the_model_as_it_was() -> None:
     import tiny_gpt
 
-    from megatron_hecate import attach
+    from megatron_hecate.switch_on import attach
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)

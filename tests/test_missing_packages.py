@@ -16,7 +16,7 @@ import pytest
 import recorded
 from pretraining import ROOT
 
-from megatron_hecate import check
+from megatron_hecate.tools import check
 
 pytestmark = pytest.mark.fast
 

@@ -32,7 +32,7 @@ KERNELS = {
 PAGE = {
     "charts.js", "page.css", "page.html", "page.js", "summary.js", "uplot.LICENSE", "uplot.min.css", "uplot.min.js",
 }  # fmt: skip
-LICENCES = {"LICENSE", "NOTICE", "megatron_hecate/offline/page/uplot.LICENSE"}
+LICENCES = {"LICENSE", "NOTICE", "megatron_hecate/tools/page/uplot.LICENSE"}
 # Beside the package and the kernels; of docs and examples one file each, by which all others come.
 SOURCE = LICENCES | {
     "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "kernels/README.md", "docs/install.md",
@@ -153,7 +153,7 @@ def test_the_wheel_is_complete_and_holds_nothing_else(built: Built) -> None:
     found = {name for name in built.in_wheel() if ".dist-info/" not in name}
     data = {"megatron_hecate/py.typed"}
     data |= {f"megatron_hecate/kernels/{name}" for name in KERNELS}
-    data |= {f"megatron_hecate/offline/page/{name}" for name in PAGE}
+    data |= {f"megatron_hecate/tools/page/{name}" for name in PAGE}
     assert found == _modules(ROOT) | data
     for name in KERNELS:
         assert (
@@ -165,7 +165,7 @@ def test_the_sdist_is_complete_and_has_no_part_of_the_tests(built: Built) -> Non
     found = {str(p.relative_to(built.source)) for p in built.source.rglob("*") if p.is_file()}
     stated = SOURCE | _modules(ROOT) | {"megatron_hecate/py.typed"}
     stated |= {f"kernels/{name}" for name in KERNELS}
-    stated |= {f"megatron_hecate/offline/page/{name}" for name in PAGE}
+    stated |= {f"megatron_hecate/tools/page/{name}" for name in PAGE}
     assert not stated - found
     assert not {
         name for name in found if name.split("/")[0] in OTHER_FOLDERS or "__pycache__" in name
@@ -193,7 +193,7 @@ def test_metadata(built: Built) -> None:
 
 
 def test_the_notice_names_the_release_of_uplot_that_is_inside() -> None:
-    page = ROOT / "megatron_hecate" / "offline" / "page"
+    page = ROOT / "megatron_hecate" / "tools" / "page"
     release = re.search(r"\(v([\d.]+)\)", (page / "uplot.min.js").read_text()[:200])[1]
     notice = (ROOT / "NOTICE").read_text()
     assert f"uPlot {release}, https://github.com/leeoniya/uPlot" in notice

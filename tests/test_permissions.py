@@ -27,7 +27,7 @@ os.environ["MEGATRON_HECATE_CACHE"] = str(folder / "new" / "user" / "kernels")
 os.environ["NUMBA_CACHE_DIR"] = str(folder / "new" / "other" / "planner")
 from megatron_hecate import trace
 from megatron_hecate.device.compile import host_library
-from megatron_hecate.offline import report
+from megatron_hecate.tools import report
 from megatron_hecate.plan import H100
 from megatron_hecate.plan.compiled import compiled
 from megatron_hecate.record.run_folder import RunInfo

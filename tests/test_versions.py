@@ -64,7 +64,7 @@ def test_other_packages_before_their_release() -> None:
 def test_megatron_core(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     import megatron.core
 
-    from megatron_hecate.settings import assumptions
+    from megatron_hecate.megatron import assumptions
 
     monkeypatch.setattr(megatron.core, "__version__", version)
     problems = assumptions.broken_assumptions(())

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import CopyCost, Placement, add_late_replicas, plan_replicas
-from megatron_hecate.runtime.forecast import LoadHistory
+from megatron_hecate.step.forecast import LoadHistory
 from rivals.planner import Planner, Setting
 
 # Least gain of a late replica for `hecate-late`, in mean rank loads. It is below the cost of a

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hecate.offline.traffic import Traffic, backwards, no_traffic
 from megatron_hecate.plan import Placement, World
+from megatron_hecate.tools.traffic import Traffic, backwards, no_traffic
 from rivals.planner import Moves, Planner, Setting, from_holders
 from rivals.split import Quotas, even_split
 

@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from megatron_hecate.offline import traffic
-from megatron_hecate.offline.traffic import Traffic, copies, fan_out, no_traffic
 from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Placement, World
 from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape
+from megatron_hecate.tools import traffic
+from megatron_hecate.tools.traffic import Traffic, copies, fan_out, no_traffic
 from rivals.split import Quotas
 
 # steps between two plans of periodic planners; EPLB leaves it to its user

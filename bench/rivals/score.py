@@ -15,8 +15,8 @@ import dataclasses
 
 import numpy as np
 
-from megatron_hecate.offline.traffic import add, token_traffic
 from megatron_hecate.plan import Placement
+from megatron_hecate.tools.traffic import add, token_traffic
 from rivals.planner import Moves, Setting
 from rivals.split import Quotas
 

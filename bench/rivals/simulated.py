@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megatron_hecate.offline.outcome import Outcome, Way
-from megatron_hecate.offline.simulated_job import SimulatedJob
-from megatron_hecate.offline.step_model import Work
-from megatron_hecate.offline.traffic import LayerPlan, add
+from megatron_hecate.tools.outcome import Outcome, Way
+from megatron_hecate.tools.simulated_job import SimulatedJob
+from megatron_hecate.tools.step_model import Work
+from megatron_hecate.tools.traffic import LayerPlan, add
 from rivals import find_planners
 from rivals.planner import INTERVAL, Planner, Setting
 from rivals.score import STATE_PER_GRAD

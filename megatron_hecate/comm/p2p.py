@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
 
+from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan, chunks_in
 from megatron_hecate.device.lasting import lasting_tensors
-from megatron_hecate.job import under_way
-from megatron_hecate.job.collectives import TransferError
+from megatron_hecate.faults import under_way
 
 # Upper bounds of the gradients that a home receives at once: their number, and their bytes unless
 # a single gradient is larger. Gradients of further replicas are received in further rounds.

@@ -12,8 +12,8 @@ from concurrent.futures import Future
 import torch
 
 from megatron_hecate import trace
-from megatron_hecate.job.background import BackgroundThread
-from megatron_hecate.job.collectives import TransferError
+from megatron_hecate.comm.collectives import TransferError
+from megatron_hecate.faults.background import BackgroundThread
 
 
 class Transfer:

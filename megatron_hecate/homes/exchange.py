@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.job.collectives import wait_collective
+from megatron_hecate.comm.collectives import wait_collective
 
 # Bytes. Each piece begins at a multiple, so that a view of the message as the piece's dtype is
 # aligned.

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from megatron_hecate import trace
+from megatron_hecate.comm.agreement import assert_same
+from megatron_hecate.comm.collectives import TransferError
+from megatron_hecate.comm.device import device_of_rank
+from megatron_hecate.faults import watchdog
 from megatron_hecate.homes.exchange import Relocation
 from megatron_hecate.homes.optimizer_state import StateOnRanks
-from megatron_hecate.job import watchdog
-from megatron_hecate.job.agreement import assert_same
-from megatron_hecate.job.collectives import TransferError
-from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.stored_weights import StoredWeights
 from megatron_hecate.plan import Placement
-from megatron_hecate.runtime.layer_state import LayerState
+from megatron_hecate.step.layer_state import LayerState
 
 # Upper bound of the bytes that a rank receives in one round. It sends the same number, and both
 # buffers are allocated until the round is written.

@@ -19,9 +19,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from megatron_hecate.comm.collectives import gather_objects
+from megatron_hecate.comm.problems import raise_on_all
 from megatron_hecate.homes.exchange import Relocation, Shard, pieces
-from megatron_hecate.job.collectives import gather_objects
-from megatron_hecate.job.problems import raise_on_all
 from megatron_hecate.megatron.stored_weights import StoredWeights
 
 # key of the stepped values; other keys are the optimizer's own

@@ -1,9 +1,10 @@
 """Periodic search for a better placement of experts, and its application.
 
 The ranks of one expert-parallel group divide the layers of a search among themselves
-(`plan.homes`). They search for loads summed over all ranks that share gradients; one rank decides
-and broadcasts the result. All homes move back to their original ranks before the model is saved or
-loaded, so that a checkpoint does not depend on moves; the next iteration moves the experts again.
+(`homes.planner`). They search for loads summed over all ranks that share gradients; one rank
+decides and broadcasts the result. All homes move back to their original ranks before the model is
+saved or loaded, so that a checkpoint does not depend on moves; the next iteration moves the experts
+again.
 """
 
 from __future__ import annotations
@@ -17,14 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm.collectives import gather_objects, wait_collective
+from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.homes.mover import Homes, Order
-from megatron_hecate.job.collectives import gather_objects, wait_collective
-from megatron_hecate.job.device import device_of_rank
-from megatron_hecate.plan import HomeSearch
-from megatron_hecate.plan.homes import Choice, HomeAssignment
-from megatron_hecate.runtime.iteration_tracker import IterationTracker
-from megatron_hecate.runtime.layer_state import LayerState
+from megatron_hecate.homes.planner import Choice, HomeAssignment, HomeSearch
+from megatron_hecate.step.iteration_tracker import IterationTracker
+from megatron_hecate.step.layer_state import LayerState
 
 # number of iterations since the last search whose loads a search samples
 SAMPLED: int = 16

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.megatron.expert_parts import ExpertParts
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.gradient_buckets import ReductionPoint
 from megatron_hecate.megatron.grouped_linear import GroupedExperts
@@ -38,7 +39,6 @@ from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.replicas.slots import Delayed
-from megatron_hecate.settings.expert_parts import ExpertParts
 
 
 class PhysicalExperts:

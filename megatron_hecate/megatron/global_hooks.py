@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.faults.attempt import Attempt
 
 
 class _StepListener(Protocol):

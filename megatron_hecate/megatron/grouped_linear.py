@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.experts import TEGroupedMLP
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from megatron_hecate.settings import assumptions
+from megatron_hecate.megatron import assumptions
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 # fields of Megatron's recipe for a linear that make quantizers that replicas were not tested with

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
+from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.transport import LayerBuffer
-from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.megatron.training_globals import training_arguments
 from megatron_hecate.megatron.training_state import forwards_in_flight, num_microbatches
 from megatron_hecate.plan import LayerShape

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_hecate.settings.assumptions import REPLAY_ASSUMPTIONS
+from megatron_hecate.megatron.assumptions import REPLAY_ASSUMPTIONS
 
 
 def has_replay(layer: Module) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from megatron_hecate.megatron.grouped_linear import copy_module
-from megatron_hecate.settings.unsupported import GROUPED_ONLY
+from megatron_hecate.megatron.rules import GROUPED_ONLY
 
 
 def check_settings(experts: SequentialMLP) -> None:

@@ -12,7 +12,6 @@ The modules, in the order of an iteration:
 | `replicas` | before the gate, from a forecast: number and choice of replicas |
 | `search` | greedy fill of the slots, and the cost of a plan |
 | `late` | after the gate, from true loads: replicas to add or overwrite; also a local search |
-| `homes` | periodically: the home rank of every expert |
 | `maxflow` | smallest possible largest rank load |
 | `compiled`, `machine_code` | compilation of functions by numba, and its cache of machine code |
 
@@ -25,7 +24,6 @@ import numpy as np
 
 from megatron_hecate.plan.compiled import in_turn
 from megatron_hecate.plan.cost import CopyCost, LayerShape
-from megatron_hecate.plan.homes import HomeSearch
 from megatron_hecate.plan.late import add_late_replicas
 from megatron_hecate.plan.maxflow import largest_load
 from megatron_hecate.plan.placement import EMPTY, Placement
@@ -37,7 +35,6 @@ __all__ = [
     "EMPTY",
     "H100",
     "CopyCost",
-    "HomeSearch",
     "LayerShape",
     "Link",
     "Placement",
@@ -50,9 +47,7 @@ __all__ = [
 ]
 
 
-def compile_planner(
-    notice: Callable[[], None] = lambda: None, *, late: bool = True, homes: bool = True
-) -> None:
+def compile_planner(notice: Callable[[], None] = lambda: None, *, late: bool = True) -> None:
     """Compile the functions of the planner by planning one small layer.
 
     Afterwards no iteration waits for a compiler.
@@ -60,13 +55,12 @@ def compile_planner(
     Args:
         notice: called first if code is not cached, so that compiling takes seconds.
         late: whether late replicas will be planned.
-        homes: whether homes will move.
     """
     with in_turn(notice):
-        _plan_small_layer(late=late, homes=homes)
+        _plan_small_layer(late=late)
 
 
-def _plan_small_layer(*, late: bool, homes: bool) -> None:
+def _plan_small_layer(*, late: bool) -> None:
     world = World(node=(0, 0, 1, 1))
     placement = Placement.initial(8, 4, num_slots=1)
     load = np.array([90, 1, 30, 1, 5, 0, 2, 0])
@@ -74,13 +68,3 @@ def _plan_small_layer(*, late: bool, homes: bool) -> None:
     largest_load(load, plan)
     if late:
         add_late_replicas(load, placement, world, cost=CopyCost(), most=2, across_nodes=True)
-    if homes:
-        search = HomeSearch(
-            homes=placement,
-            world=world,
-            cost=CopyCost(crossing=1.0),
-            expert_bytes=1.0,
-            token_seconds=1.0,
-            horizon=1000,
-        )
-        search.find(load[None], np.arange(8)[None])

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.device.lasting import lasting_tensors
-from megatron_hecate.job.device import device_of_rank
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.job_sizes import job_sizes
 from megatron_hecate.megatron.router_replay import has_replay
@@ -25,8 +25,8 @@ from megatron_hecate.record.recorder import StageRecorder, describe_run
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.stage_metrics import StageMetrics
 from megatron_hecate.replicas.memory_estimate import RankExperts
-from megatron_hecate.runtime.layer_state import LayerState
-from megatron_hecate.runtime.token_counts import TokenCounts
+from megatron_hecate.step.layer_state import LayerState
+from megatron_hecate.step.token_counts import TokenCounts
 
 
 class LayerRecorder:

@@ -25,9 +25,9 @@ import numpy as np
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_hecate.job.attempt import Attempt
-from megatron_hecate.job.store_thread import StoreThread
-from megatron_hecate.job.watchdog import here
+from megatron_hecate.faults.attempt import Attempt
+from megatron_hecate.faults.store_thread import StoreThread
+from megatron_hecate.faults.watchdog import here
 from megatron_hecate.megatron import training_globals
 from megatron_hecate.plan import LayerShape, Speeds
 from megatron_hecate.record import loggers, telemetry

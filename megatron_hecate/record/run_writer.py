@@ -24,8 +24,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hecate import files
+from megatron_hecate.faults.background import BackgroundThread
 from megatron_hecate.files import describe
-from megatron_hecate.job.background import BackgroundThread
 from megatron_hecate.record.run_folder import (
     NAMES,
     RunInfo,

@@ -11,7 +11,7 @@ from megatron_hecate.plan import Placement
 from megatron_hecate.record.analysis import Figures
 from megatron_hecate.record.metrics import LayerMetrics, step_metrics
 from megatron_hecate.record.run_folder import RunInfo, RunRecord
-from megatron_hecate.runtime.layer_state import LayerState
+from megatron_hecate.step.layer_state import LayerState
 
 
 class StageMetrics:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_hecate import trace
-from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.training_globals import report_interval
 
 NAME = "megatron_hecate"

@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate import trace
 from megatron_hecate.config import HecateConfig
-from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.record import telemetry
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from megatron_hecate.comm.transfer import Transfer, has_one_queue, transfer_stream
 from megatron_hecate.comm.transport import LayerBuffer, Transport, chunks_in
 from megatron_hecate.device.lasting import lasting_tensors
-from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 
 

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from megatron_hecate.comm.agreement import format_ranks
+from megatron_hecate.comm.rank_0 import environment_number
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.config import AUTO
-from megatron_hecate.job.agreement import format_ranks
-from megatron_hecate.job.rank_0 import environment_number
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferSizes
 
 ASSUMED = "Adam, state not sharded"

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm.collectives import gather_rows
 from megatron_hecate.device.launch import Kernels
-from megatron_hecate.job.collectives import gather_rows
 from megatron_hecate.plan import Placement, World
 from megatron_hecate.routing.quotas import Exchange, QuotaTables
 from megatron_hecate.routing.reroute import CountedTokens, reroute

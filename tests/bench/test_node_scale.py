@@ -24,9 +24,9 @@ from parts import PUBLISHED
 from ranks import ranks
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_hecate.comm.nvlink import launch
-from megatron_hecate.offline.presets import Model
+from megatron_hecate.nvlink import launch
 from megatron_hecate.plan import Link
+from megatron_hecate.tools.presets import Model
 
 CPU = torch.device("cpu")
 fast = pytest.mark.fast

@@ -17,10 +17,10 @@ from rivals.simulated import planned
 from what_if import PUBLISHED, SYSTEMS, forced_step, laer_predictions, main
 from workloads import NAMES, recount
 
-from megatron_hecate.offline.presets import CLUSTERS, MODELS, Model
-from megatron_hecate.offline.simulated_job import SimulatedJob
-from megatron_hecate.offline.step_model import PipelineSchedule, Timing
 from megatron_hecate.plan import H100, World
+from megatron_hecate.tools.presets import CLUSTERS, MODELS, Model
+from megatron_hecate.tools.simulated_job import SimulatedJob
+from megatron_hecate.tools.step_model import PipelineSchedule, Timing
 
 pytestmark = pytest.mark.fast
 

@@ -27,8 +27,8 @@ from rivals.score import score
 from rivals.smartmoe import SmartMoE
 from rivals.split import even_split, nearest_sources
 
-from megatron_hecate.offline.traffic import fan_out, token_traffic
 from megatron_hecate.plan import H100, LayerShape, Link, Placement, Speeds, World
+from megatron_hecate.tools.traffic import fan_out, token_traffic
 
 UNIT = LayerShape(expert_bytes=1, grad_bytes=2, token_bytes=1, token_flops=1.0)
 ANY_NUMBER_OF_COPIES = {"fastermoe", "llep"}  # as their docstrings say

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from one_layer import CPU, ELEMENTS, Layer, Reference, Sums, allocate, make_transport
 from ranks import ranks
 
-from megatron_hecate.comm.nvlink import peer_memory as module
-from megatron_hecate.comm.nvlink.peers import Peers
-from megatron_hecate.comm.nvlink.program import FAILURE
+from megatron_hecate.comm.collectives import TransferError, wait_collective
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
-from megatron_hecate.job.collectives import TransferError, wait_collective
+from megatron_hecate.nvlink import peer_memory as module
+from megatron_hecate.nvlink.peers import Peers
+from megatron_hecate.nvlink.program import FAILURE
 
 TRANSPORTS = ["p2p", "nvlink"]
 # what a rank that waits for rank 2 says; a home waits for gradients, the others for weights

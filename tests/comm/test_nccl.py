@@ -19,11 +19,12 @@ from one_layer import Reference, allocate, copies
 from ranks import ranks
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megatron_hecate.comm import connect
+from megatron_hecate.comm import device as job_device
+from megatron_hecate.comm import nccl
 from megatron_hecate.comm.p2p import P2P, _Messages
 from megatron_hecate.comm.transport import TransferPlan
-from megatron_hecate.job import device as job_device
-from megatron_hecate.job import nccl, under_way, watchdog
+from megatron_hecate.faults import under_way, watchdog
+from megatron_hecate.switch_on import connect
 
 MIB = 1 << 20
 

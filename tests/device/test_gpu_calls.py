@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_hecate.comm.nvlink import peers
-from megatron_hecate.comm.nvlink.launch import UNDER_WAY, TransferKernels
 from megatron_hecate.device import launch
 from megatron_hecate.device.driver import DriverError
+from megatron_hecate.nvlink import peers
+from megatron_hecate.nvlink.launch import UNDER_WAY, TransferKernels
 
 pytestmark = [
     pytest.mark.fast,

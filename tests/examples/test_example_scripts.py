@@ -70,7 +70,7 @@ def test_every_flag_exists_and_fssdp_is_on(tmp_path: Path) -> None:
     from torch.distributed.run import parse_args
 
     from megatron_hecate import HecateConfig
-    from megatron_hecate.settings import unsupported
+    from megatron_hecate.switch_on import unsupported
 
     speeds = ROOT / "tests" / "data" / "free_copies.json"
     (words,) = _run("megatron_lm.sh", tmp_path, "--train-iters", "20", SPEEDS=str(speeds))

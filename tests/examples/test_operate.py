@@ -41,7 +41,7 @@ def _assert_flags_exist(words: list[str]) -> argparse.Namespace:
     from torch.distributed.run import parse_args
 
     from megatron_hecate import HecateConfig
-    from megatron_hecate.settings import unsupported
+    from megatron_hecate.switch_on import unsupported
 
     torchrun = parse_args(words)
     assert torchrun.training_script == "megatron_hecate" and torchrun.nnodes == "4"

@@ -33,9 +33,10 @@ from pretraining import ROOT, python
 from ranks import ranks
 from snippets import Page, block, commands, pages
 
-from megatron_hecate import HecateConfig, fssdp, launcher
+from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.__main__ import COMMANDS, main
-from megatron_hecate.job.events import Stall
+from megatron_hecate.faults.events import Stall
+from megatron_hecate.switch_on import launcher
 
 # What each block of a page is, in order: commands, which are parsed; a drawing; Python or output in the test of that
 # name below, or in another file.
@@ -50,7 +51,7 @@ BLOCKS = {
     "docs/observe.md": "commands loop loop files",
     "docs/operate.md": "prometheus collector launchers",
     "docs/report.md": "commands commands",
-    "docs/scale.md": "tests/job/test_watchdog.py tests/job/test_watchdog.py",
+    "docs/scale.md": "tests/faults/test_watchdog.py tests/faults/test_watchdog.py",
     "docs/what-if.md": "commands files",
     "tests/README.md": "commands commands",
     "docs/gpu.md": "commands commands",

@@ -184,7 +184,7 @@ def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
     te_on_cpu.install()
     import tiny_gpt
 
-    from megatron_hecate.settings import assumptions
+    from megatron_hecate.megatron import assumptions
 
     case = tiny_gpt.Case(grouped=True)
     tiny_gpt.initialize(case)
@@ -228,7 +228,7 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
     te_on_cpu.install()
     import tiny_gpt
 
-    from megatron_hecate.runtime.prefetch import Prefetcher
+    from megatron_hecate.step.prefetch import Prefetcher
 
     case = tiny_gpt.Case(grouped=True, accumulate=2, settings=tuple(FUSED.items()))
     tiny_gpt.initialize(case)

@@ -265,7 +265,7 @@ def test_numba_is_asked_for_where_something_is_planned(tmp_path: Path) -> None:
     )
     code = """
 import numpy as np
-import megatron_hecate.comm.nvlink.launch, megatron_hecate.routing.quotas, megatron_hecate.runtime.prefetch
+import megatron_hecate.nvlink.launch, megatron_hecate.routing.quotas, megatron_hecate.step.prefetch
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas
 homes = Placement.initial(4, 2, num_slots=1)
 assert homes.with_replicas([(0, 1)]).num_replicas == 1

@@ -15,7 +15,7 @@ import pytest
 from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
-from megatron_hecate.job.attempt import Attempt
+from megatron_hecate.faults.attempt import Attempt
 
 FOUR_EXPERTS = dict(experts=4)  # which one folder could not hold beside eight
 SETTINGS = {"observe": dict(observe=True), "fssdp": dict(slots=2, overlap_degree=1)}

@@ -113,7 +113,7 @@ def _case(**fields: Any) -> Any:
 def _compare_with_run(case: Any) -> None:
     import tiny_gpt
 
-    from megatron_hecate.job.agreement import Note
+    from megatron_hecate.comm.agreement import Note
 
     tiny_gpt.initialize(case)
     notes, agree = [], Note.agree

@@ -35,10 +35,12 @@ with contextlib.suppress(
         te_on_cpu.install(packages=packages)
     import tiny_gpt  # noqa: F401
 
-    import megatron_hecate.convert  # noqa: F401
+    import megatron_hecate.switch_on.convert  # noqa: F401
+    from megatron_hecate.homes.compiling import compile_home_planner
     from megatron_hecate.plan import compile_planner
 
     compile_planner()
+    compile_home_planner()
     for name in LATE:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)

@@ -18,7 +18,7 @@ def _train(case: Any, steps: int, **settings: Any) -> tuple[Any, list[str]]:
     """A run whose hot experts move, and the name of the thread that made each plan."""
     import tiny_gpt
 
-    from megatron_hecate.runtime import early_plans
+    from megatron_hecate.step import early_plans
 
     threads: list[str] = []
     real = early_plans.plan_replicas
@@ -41,7 +41,7 @@ def _train(case: Any, steps: int, **settings: Any) -> tuple[Any, list[str]]:
 def test_plans_of_the_thread_are_those_of_the_layers(lifetime: str) -> None:
     import tiny_gpt
 
-    from megatron_hecate.runtime.early_plans import EarlyPlans
+    from megatron_hecate.step.early_plans import EarlyPlans
 
     case = tiny_gpt.Case(accumulate=2, skew=4.0)
     tiny_gpt.initialize(case)
@@ -65,7 +65,7 @@ def test_plans_for_a_wrong_guess_are_made_anew() -> None:
     """More microbatches than in the iteration before, other homes' loads, and a plan that failed in the thread."""
     import tiny_gpt
 
-    from megatron_hecate.runtime.early_plans import EarlyPlans, PlanInputs
+    from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
 
     case = tiny_gpt.Case(accumulate=2, skew=4.0)
     tiny_gpt.initialize(case)
@@ -103,8 +103,8 @@ def test_transfers_are_worked_out_beside_the_optimizer() -> None:
     """Schedules of fetches and returns are made in the thread, where the layers then find them."""
     import tiny_gpt
 
-    from megatron_hecate.comm.nvlink.domains import Stages
-    from megatron_hecate.runtime.early_plans import EarlyPlans
+    from megatron_hecate.nvlink.domains import Stages
+    from megatron_hecate.step.early_plans import EarlyPlans
 
     case = tiny_gpt.Case(accumulate=2, skew=4.0)
     tiny_gpt.initialize(case)
@@ -152,7 +152,7 @@ def test_sizes_of_the_thread_are_of_the_kind_that_it_asked_for() -> None:
     import torch.distributed as dist
     from loops import Loop
 
-    from megatron_hecate.runtime.layer_state import LayerState
+    from megatron_hecate.step.layer_state import LayerState
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)

@@ -165,7 +165,7 @@ def _fuzz(world_size: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
-    from megatron_hecate.job.agreement import SwitchOnError
+    from megatron_hecate.comm.agreement import SwitchOnError
 
     tiny_gpt.install_fused_wgrad()
     tried = compared = placed = with_replicas = tokens = 0

@@ -63,8 +63,8 @@ def test_the_first_iteration_has_replicas_for_its_own_tokens(lifetime: str) -> N
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.runtime.early_plans import EarlyPlans
-    from megatron_hecate.runtime.known_routes import expect_tokens
+    from megatron_hecate.routes.known_routes import expect_tokens
+    from megatron_hecate.step.early_plans import EarlyPlans
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)

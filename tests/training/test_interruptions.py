@@ -41,7 +41,7 @@ def test_the_backward_uses_the_plan_of_the_forward(recompute: str) -> None:
     """Another forecast, as soon as the first forward is over, must not change a bit, nor make anybody plan again."""
     import tiny_gpt
 
-    from megatron_hecate.runtime.early_plans import EarlyPlans
+    from megatron_hecate.step.early_plans import EarlyPlans
 
     case, plan, planned_too_late = _case(recompute), EarlyPlans.plan, [False]
 

@@ -128,7 +128,7 @@ def test_the_busiest_rank_has_little_more_than_the_mean() -> None:
     by scipy as a linear program; where the same run forecasts from the past, it is far from the mean."""
     import tiny_gpt
 
-    from megatron_hecate.runtime import known_routes
+    from megatron_hecate.routes import known_routes
 
     read_off = known_routes.replays
     case = tiny_gpt.Case(ep=4, settings=(REPLAY,))

@@ -81,8 +81,8 @@ def test_late_replicas_come_from_other_machines_where_speeds_are_measured(measur
     """Every rank is a machine of its own, and copies cost nothing, whether that was measured or not."""
     import tiny_gpt
 
-    from megatron_hecate import convert
     from megatron_hecate.plan import Speeds
+    from megatron_hecate.switch_on import convert
 
     socket.gethostname = lambda: f"machine {dist.get_rank()}"
     convert.CPU = Speeds.load(tiny_gpt.FREE)
@@ -99,7 +99,7 @@ def test_development_mode_checks_every_plan() -> None:
 
     import tiny_gpt
 
-    from megatron_hecate.runtime import layer_state
+    from megatron_hecate.step import layer_state
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)

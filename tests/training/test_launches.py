@@ -95,11 +95,11 @@ def test_at_most_five_launches_and_no_wait() -> None:
     import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_hecate.layer import FSSDPLayer
     from megatron_hecate.routing.reroute import _Reroute
     from megatron_hecate.routing.rerouter import Rerouter
-    from megatron_hecate.runtime.load_monitor import LoadMonitor
-    from megatron_hecate.runtime.prefetch import Prefetcher
+    from megatron_hecate.step.layer import FSSDPLayer
+    from megatron_hecate.step.load_monitor import LoadMonitor
+    from megatron_hecate.step.prefetch import Prefetcher
 
     case = tiny_gpt.Case(accumulate=MICROBATCHES)
     tiny_gpt.initialize(case)

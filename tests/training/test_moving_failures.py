@@ -34,8 +34,8 @@ def about_to_move(**fields: Any) -> Any:
 def test_a_rank_that_dies_is_named_and_homes_stay() -> None:
     import torch.distributed as dist
 
+    from megatron_hecate.comm.collectives import TransferError
     from megatron_hecate.homes.exchange import Relocation
-    from megatron_hecate.job.collectives import TransferError
 
     run = about_to_move(ep=3, experts=9)
     weights = [p.detach().clone() for p in run.chunks[0].parameters()]
@@ -56,8 +56,8 @@ def test_a_rank_that_dies_is_named_and_homes_stay() -> None:
 def test_an_error_before_all_has_come_leaves_the_old_homes() -> None:
     import torch.distributed as dist
 
+    from megatron_hecate.comm.collectives import TransferError
     from megatron_hecate.homes.exchange import Relocation
-    from megatron_hecate.job.collectives import TransferError
 
     run = about_to_move()
     before, exchange = hashes(run), Relocation.exchange
@@ -108,8 +108,8 @@ def test_a_loop_that_catches_an_error_goes_on() -> None:
 def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None:
     import torch.distributed as dist
 
+    from megatron_hecate.comm.collectives import TransferError
     from megatron_hecate.homes.exchange import Relocation
-    from megatron_hecate.job.collectives import TransferError
 
     run = about_to_move()
     write = Relocation.write

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.newest
 def test_numba_is_needed_by_slots_only() -> None:
     import tiny_gpt
 
-    from megatron_hecate.job.agreement import SwitchOnError
+    from megatron_hecate.comm.agreement import SwitchOnError
     from megatron_hecate.plan.compiled import Compiled
 
     def refuse(function: Any, *args: Any) -> Any:

@@ -84,9 +84,9 @@ def _count(chunks: list) -> list:
 
 def _check_simulated(folder: str, layer: Any) -> None:
     """The record is enough to simulate the job: its settings are those of the model that trained."""
-    from megatron_hecate.offline.job_settings import JobSettings
-    from megatron_hecate.offline.recorded_run import RecordedRun
-    from megatron_hecate.offline.what_if_arguments import make_parser
+    from megatron_hecate.tools.job_settings import JobSettings
+    from megatron_hecate.tools.recorded_run import RecordedRun
+    from megatron_hecate.tools.what_if_arguments import make_parser
 
     run = RecordedRun.read(folder)
     settings = JobSettings.resolve(make_parser("").parse_args([folder]), run)

@@ -19,7 +19,7 @@ import pytest
 from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
-from megatron_hecate.job import watchdog
+from megatron_hecate.faults import watchdog
 
 FULL = (
     ("recompute_granularity", "full"),
@@ -163,7 +163,7 @@ def test_a_graph_of_the_optimizers_step(megatrons: bool) -> None:
     import torch
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
-    from megatron_hecate import observe
+    from megatron_hecate.record import observe
 
     def train(case: Any, *, graph: bool, hook: Any = None) -> Any:
         run = tiny_gpt.train(case, steps=1, hook=hook, before_step=tiny_gpt.move_skew)

@@ -1,7 +1,7 @@
 """Homes of experts move while a model trains, with their optimizer state, and nobody can tell.
 
 Oracle: stock Megatron, same ranks and settings: losses, norms and parameters. A test gives the homes that are wanted;
-what would be chosen is the business of `tests/plan/test_homes.py`. Layouts and settings: `test_rehoming_layouts`.
+what would be chosen is the business of `tests/homes/test_planner.py`. Layouts and settings: `test_rehoming_layouts`.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ def test_ranks_share_the_search() -> None:
     import torch.distributed as dist
 
     from megatron_hecate.homes import schedule
-    from megatron_hecate.plan import HomeSearch, Placement
+    from megatron_hecate.homes.planner import HomeSearch
+    from megatron_hecate.plan import Placement
 
     looked_at: list[list[int]] = []
     found: list[int] = []

@@ -65,7 +65,7 @@ def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
     import rehoming_hooks
     import tiny_gpt
 
-    from megatron_hecate.runtime import iteration_tracker
+    from megatron_hecate.step import iteration_tracker
 
     iteration_tracker.listen_to_steps = lambda tracker: None
     case = tiny_gpt.Case()

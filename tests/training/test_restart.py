@@ -79,7 +79,7 @@ def test_wherever_an_attempt_dies_the_next_one_trains() -> None:
     import restarts
     import torch.distributed as dist
 
-    from megatron_hecate.job import attempt
+    from megatron_hecate.faults import attempt
 
     found = list(_deaths(held=True, stock=False, points=[*restarts.POINTS], times=1))
     for name, left in found:

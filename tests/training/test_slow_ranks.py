@@ -44,7 +44,7 @@ def test_slow_and_hot_ranks_are_told_apart(slow: bool, hot: bool) -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.job.watchdog import here
+    from megatron_hecate.faults.watchdog import here
     from megatron_hecate.record.analysis import Figures
     from megatron_hecate.record.run_folder import read
 

@@ -125,7 +125,7 @@ def test_replicas_come_and_go_and_are_fetched_once_per_iteration() -> None:
     import torch
 
     from megatron_hecate.replicas.layer_replicas import Replicas
-    from megatron_hecate.runtime.early_plans import EarlyPlans
+    from megatron_hecate.step.early_plans import EarlyPlans
 
     case = tiny_gpt.Case(accumulate=3, bf16=True)
     tiny_gpt.initialize(case)

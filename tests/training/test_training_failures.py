@@ -142,7 +142,7 @@ def test_a_peer_that_dies_in_training_is_named(when: str, message: str) -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.job.collectives import TransferError
+    from megatron_hecate.comm.collectives import TransferError
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
@@ -171,7 +171,7 @@ def test_a_peer_that_sleeps_in_training_is_named() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.job.collectives import TransferError
+    from megatron_hecate.comm.collectives import TransferError
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)

@@ -23,10 +23,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_hecate.comm.nvlink import peers
-from megatron_hecate.comm.nvlink.launch import TransferKernels
-from megatron_hecate.comm.nvlink.program import COPY, SOURCE, SUM, TRANSFER, Program
 from megatron_hecate.device.launch import Kernels
+from megatron_hecate.nvlink import peers
+from megatron_hecate.nvlink.launch import TransferKernels
+from megatron_hecate.nvlink.program import COPY, SOURCE, SUM, TRANSFER, Program
 
 GEMMS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_scaled_dot_product")
 PRIVATE = 1 << 56  # addresses of memory that one rank alone sees

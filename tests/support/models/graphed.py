@@ -9,7 +9,7 @@ def declare() -> None:
     """What must run for every microbatch, and so never inside a graph."""
     from graph_capture import not_in_graphs
 
-    from megatron_hecate.runtime.prefetch import Prefetcher
+    from megatron_hecate.step.prefetch import Prefetcher
 
     for name in (
         "before_attention",

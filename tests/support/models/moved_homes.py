@@ -15,7 +15,7 @@ def wanted_at(look: int, num_experts: int) -> np.ndarray:
 def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
     """From here on each look of this process finds what ``orders`` gives, for 100 times the layer plus the look."""
     from megatron_hecate.homes import schedule
-    from megatron_hecate.plan.homes import Choice, HomeAssignment, HomeSearch
+    from megatron_hecate.homes.planner import Choice, HomeAssignment, HomeSearch
 
     looks = 0
 

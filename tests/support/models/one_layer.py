@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.comm.nvlink.transport import NVLink
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
+from megatron_hecate.nvlink.transport import NVLink
 
 HOMES, SLOTS = 2, 4  # of every rank
 SHAPES = ((40, 30), (77,), (30, 40), (1,))  # parts of one size are told apart by their place

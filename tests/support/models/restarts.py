@@ -191,7 +191,7 @@ def before_the_first_forward(run: Any) -> None:
 
 def ask_more(run: Any) -> None:
     """One rank has asked more questions than others, and has begun more transfers, when all die."""
-    from megatron_hecate.job.attempt import Attempt
+    from megatron_hecate.faults.attempt import Attempt
 
     if dist.get_rank() == 1:
         for what in ("question", "model", "clock"):

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.nvlink.places import Place
-from megatron_hecate.comm.nvlink.program import FAILURE, MAX_STEPS, Program, Signals
-from megatron_hecate.comm.nvlink.schedule import TransferSchedule
 from megatron_hecate.comm.transport import Copy
+from megatron_hecate.nvlink.places import Place
+from megatron_hecate.nvlink.program import FAILURE, MAX_STEPS, Program, Signals
+from megatron_hecate.nvlink.schedule import TransferSchedule
 
 WRITE, CHECK, GATHER, REDUCE = range(4)
 GUARD = (

@@ -24,9 +24,9 @@ from kernel_scripts import (
 )
 from torch import Tensor
 
-from megatron_hecate.comm.nvlink.launch import THREADS, WARP, TransferKernels
-from megatron_hecate.comm.nvlink.program import TRANSFER
 from megatron_hecate.device import driver
+from megatron_hecate.nvlink.launch import THREADS, WARP, TransferKernels
+from megatron_hecate.nvlink.program import TRANSFER
 
 
 class VirtualRanks:

@@ -1,0 +1,223 @@
+"""Agreement of all ranks on switching FSSDP on: equal settings on every rank, or one error on all.
+
+Each rank sends a `Note` about its model to rank 0, which validates all of them (`rendezvous`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_hecate.comm.collectives import gather_rows
+from megatron_hecate.comm.rank_0 import refer_to_rank_0
+from megatron_hecate.faults.rendezvous import Question, Verdict
+
+# Upper bound on the problems in the error of a rank other than 0: every rank reads the list.
+LISTED: int = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Note:
+    """Per-rank summary of the model, sent to rank 0. JSON-serializable.
+
+    Args:
+        settings: values that must be equal on all ranks, by name.
+        layers: names of the rank's MoE layers; may be empty on a pipeline stage, not on all ranks.
+        problems: reasons why this rank cannot switch FSSDP on.
+        summary: the layers' part of the line "FSSDP on".
+        memory: fields of `RankMemory`, needed and free bytes; empty without MoE layers.
+        rounds: line about the rounds of a gradient return (`P2P.explain_rounds`), or empty.
+        experts: description of an expert in each layer, which must be equal on all ranks; empty
+            with problems.
+    """
+
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    layers: list[str] = dataclasses.field(default_factory=list)
+    problems: list[str] = dataclasses.field(default_factory=list)
+    summary: str = ""
+    memory: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rounds: str = ""
+    experts: list[str] = dataclasses.field(default_factory=list)
+
+    def agree(
+        self,
+        *,
+        timeout: float,
+        judge: Callable[[list[Note]], tuple[list[str], Any]] = lambda _: ([], None),
+    ) -> tuple[Any, list[Note]]:
+        """Gather the notes of all ranks on rank 0, validate them, and broadcast the decision.
+
+        Args:
+            timeout: seconds to wait for the other ranks.
+            judge: function from all notes to further problems and the decision for all ranks, which
+                must be small and JSON-serializable. Called on rank 0 only.
+
+        Returns:
+            The decision, and the notes of all ranks by rank. On ranks other than 0 the notes are
+            empty.
+
+        Raises:
+            ValueError: on all ranks, when any rank has a problem or different settings, or no rank
+                has a MoE layer. Rank 0 lists all problems, other ranks the first `LISTED`.
+            TimeoutError: on all ranks, when a rank is missing; names the missing ranks.
+            RuntimeError: on all ranks, when the callback raises an exception.
+        """
+        notes: list[Note] = []
+        found: list[str] = []
+
+        def compare(gathered: list[Any]) -> Verdict:
+            notes.extend(Note(**fields) for fields in gathered)
+            problems, decision = judge(notes)
+            found.extend(dict.fromkeys([*_find_problems(notes), *problems]))
+            return Verdict({"problems": shorten(found), "decision": decision})
+
+        verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(self), compare)
+        # `found` is filled on rank 0 only, where the list must be complete.
+        refuse(found or verdict.job["problems"])
+        return verdict.job["decision"], notes
+
+
+def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
+    """Yield the problems of single ranks, and the settings that differ from rank 0's."""
+    for note in notes:
+        yield from note.problems
+    ranks_with: dict[tuple[str, str], list[int]] = {}
+    for rank, note in enumerate(notes):
+        for name, value in note.settings.items():
+            if value != notes[0].settings[name]:
+                ranks_with.setdefault((name, repr(value)), []).append(rank)
+    for (name, value), ranks in ranks_with.items():
+        if len(ranks) > 1:
+            subject = f"ranks {format_ranks(ranks)} have"
+        else:
+            subject = f"rank {ranks[0]} has"
+        yield f"{subject} {name}={value}, rank 0 has {name}={notes[0].settings[name]!r}"
+    yield from _find_unequal_experts(notes)
+    if not any(note.layers for note in notes):
+        yield "the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"
+
+
+def _find_unequal_experts(notes: Sequence[Note]) -> Iterable[str]:
+    """Yield a line for each layer whose experts differ between ranks."""
+    ranks_with: dict[str, dict[str, list[int]]] = {}
+    for rank, note in enumerate(notes):
+        # no descriptions with problems
+        for layer, description in zip(note.layers, note.experts, strict=False):
+            ranks_with.setdefault(layer, {}).setdefault(description, []).append(rank)
+    for layer, kinds in ranks_with.items():
+        if len(kinds) > 1:
+            listed = " and ".join(
+                f"{description} on ranks {format_ranks(ranks)}"
+                for description, ranks in kinds.items()
+            )
+            yield (
+                f"{layer}: experts have {listed}; replicas need experts of one kind and size: make "
+                "them equal, or leave --moe-fssdp off"
+            )
+
+
+def shorten(texts: Iterable[str]) -> list[str]:
+    """Return the first `LISTED` distinct texts, and the number of further ones.
+
+    The result is small enough for all ranks of a large job to read.
+    """
+    distinct = list(dict.fromkeys(texts))
+    if len(distinct) <= LISTED:
+        return distinct
+    return [*distinct[:LISTED], f"and {len(distinct) - LISTED} more"]
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ascending ranks as text, with consecutive ranks as "0-7"."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+class SwitchOnError(ValueError):
+    """Error that lists why FSSDP cannot be switched on.
+
+    Every rank raises it with the whole list. Uncaught, rank 0 prints the list and each other rank
+    one line, without a traceback: the constructor replaces `sys.excepthook`, for this type only.
+
+    Args:
+        problems: one line per reason.
+    """
+
+    def __init__(self, problems: Iterable[str]) -> None:
+        self.problems = list(problems)
+        super().__init__(self.problems)
+        if not getattr(sys.excepthook, "_megatron_hecate", False):
+            sys.excepthook = _without_traceback(sys.excepthook)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            ["FSSDP cannot be switched on:", *(f"  - {problem}" for problem in self.problems)]
+        )
+
+    def print(self) -> None:
+        """Print the list on rank 0, and one line on another rank, to the standard error."""
+        rank = _rank_of_job()
+        if rank == 0:
+            print(self, file=sys.stderr, flush=True)
+        else:
+            refer_to_rank_0("FSSDP cannot be switched on; rank 0 prints the reasons", rank)
+
+
+def _rank_of_job() -> int:
+    """Return this process's rank, also before its process group exists."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def _without_traceback(hook: Callable[..., None]) -> Callable[..., None]:
+    def print_error(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+        if isinstance(error, SwitchOnError):
+            error.print()
+        else:
+            hook(kind, error, traceback)
+
+    print_error._megatron_hecate = True  # type: ignore[attr-defined]
+    return print_error
+
+
+def refuse(problems: Iterable[str]) -> None:
+    """Raise a `SwitchOnError` that lists all ``problems``, if there are any."""
+    if listed := list(problems):
+        raise SwitchOnError(listed)
+
+
+def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: float) -> None:
+    """Assert that all ranks of ``group`` hold the same fingerprint. Collective.
+
+    Args:
+        number: 64-bit fingerprint of a result that every rank computes by itself.
+        group: the ranks to compare.
+        label: name of the layer, for errors.
+        timeout: seconds.
+
+    Raises:
+        AssertionError: if fingerprints differ; lists all of the ranks' fingerprints.
+        TransferError: when a rank does not take part within ``timeout`` seconds.
+    """
+    own = torch.tensor([number], dtype=torch.int64)
+    if dist.get_backend(group) == "nccl":
+        own = own.cuda()
+    numbers = gather_rows(own, group, what="comparing plans", label=label, timeout=timeout)
+    fingerprints = numbers.flatten().tolist()
+    if len(set(fingerprints)) > 1:
+        raise AssertionError(
+            f"{label}: ranks of {dist.get_process_group_ranks(group)} planned differently: "
+            f"{fingerprints}"
+        )

@@ -1,1 +1,0 @@
-"""The transport `nvlink`: kernels over peers' memory, and stripes between NVLink domains."""

@@ -1,1 +1,0 @@
-"""The ranks of the job, outside of training's collectives."""

@@ -1,0 +1,135 @@
+"""Refuse MoE layers with foreign code, which FSSDP would replace or skip.
+
+FSSDP computes experts by a twin module over homes and replicas, builds dispatchers again over
+physical experts, and overrides methods of a layer. Routers may be subclasses, because FSSDP only
+reads their results. Layers may be subclasses that combine Megatron's parts in another way, as Gemma
+4's does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from torch.nn import Module
+
+from megatron_hecate.megatron.expert_parts import REPLACED
+
+KNOWN = ("megatron.core.", "transformer_engine.", "torch.", "megatron_hecate.")
+# methods of Megatron's layer that FSSDP overrides, and the forward that calls all of these
+LAYER = {
+    "forward",
+    "route",
+    "preprocess",
+    "dispatch",
+    "routed_experts_compute",
+    "combine",
+    "backward_dw",
+}
+# methods that are checked in Megatron's own classes, too, because a package may have patched a
+# class
+PATCHED = {*LAYER, "token_dispatch", "token_combine"}
+# Patches of Megatron's dispatchers that also work over physical experts, as module and method.
+# These set ``num_out_tokens`` from the routing map: replayed routes may name an expert twice.
+KNOWN_PATCHES = {
+    ("verl.utils.megatron.router_replay_patch", "preprocess"),
+    ("swift.megatron.utils.router_replay_utils", "preprocess"),
+}
+# methods without influence on the computation
+HARMLESS = {
+    "__init__",
+    "__repr__",
+    "extra_repr",
+    "load_state_dict",
+    "reset_parameters",
+    "set_layer_number",
+    "set_tensor_parallel_attributes",
+    "sharded_state_dict",
+    "state_dict_for_save_checkpoint",
+    "_load_from_state_dict",
+}
+
+
+def check_layer(layer: MoELayer) -> None:
+    """Raise a ValueError that lists the modules of ``layer`` with foreign code."""
+    found = list(_describe(layer, "the layer", only=LAYER))
+    found += _describe(layer.token_dispatcher, "its dispatcher")
+    # one module per class is enough
+    modules = {type(layer.experts): layer.experts}
+    modules.update((type(part), part) for part in layer.experts.modules() if part._parameters)
+    for module in modules.values():
+        role = "a part of its experts"
+        if module is layer.experts:
+            role = "its experts"
+        found += _describe(module, role)
+    if found:
+        raise ValueError(
+            f"{'; '.join(found)}: FSSDP has replicas for Megatron's own code only; use Megatron's "
+            "classes, or leave --moe-fssdp off"
+        )
+    if not vars(layer.experts).keys().isdisjoint(REPLACED):
+        raise ValueError(
+            f"its experts ({_name(type(layer.experts))}) have a forward on the instance, which "
+            "would bypass FSSDP; replace it after FSSDP is switched on, or leave --moe-fssdp off"
+        )
+
+
+def find_foreign_layers(chunks: Iterable[Module]) -> list[str]:
+    """Return a line for each kind of MoE layer that is not Megatron's `MoELayer`."""
+    kinds = set()
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, BaseMoELayer) and not isinstance(module, MoELayer):
+                kinds.add(type(module))
+    return [
+        f"{_name(kind)} is a MoE layer of its own kind: FSSDP converts Megatron's MoELayer"
+        for kind in sorted(kinds, key=_name)
+    ]
+
+
+def _describe(module: Any, role: str, *, only: set[str] | None = None) -> Iterable[str]:
+    """Yield a line if ``module`` has foreign methods.
+
+    Args:
+        module: module to check.
+        role: name of the module in the message.
+        only: methods to check; by default all methods of Megatron's classes.
+    """
+    names = only
+    if names is None:
+        names = _methods(type(module))
+    if own := sorted(name for name in names if _is_foreign(module, name)):
+        yield f"{role} ({_name(type(module))}) has {', '.join(own)} of its own"
+
+
+def _methods(kind: type) -> set[str]:
+    """Return the methods of ``kind`` that Megatron's and TransformerEngine's classes define."""
+    found = {"forward", "__call__"}
+    for base in kind.__mro__:
+        if _is_known(base.__module__) and base is not Module:
+            found.update(name for name, value in vars(base).items() if callable(value))
+    return found - HARMLESS
+
+
+def _is_foreign(module: Any, name: str) -> bool:
+    """Return whether another package defines the method ``name``, by a subclass or a patch."""
+    if name in vars(module):
+        return not _is_known(getattr(vars(module)[name], "__module__", ""))
+    owner = next((base for base in type(module).__mro__ if name in vars(base)), object)
+    if owner is object:
+        return False
+    function = getattr(vars(owner)[name], "__module__", None)
+    is_patched = name in PATCHED and function is not None and not _is_known(function)
+    if isinstance(module, MoETokenDispatcher) and (function, name) in KNOWN_PATCHES:
+        is_patched = False
+    return is_patched or not _is_known(owner.__module__)
+
+
+def _is_known(module: str) -> bool:
+    return f"{module}.".startswith(KNOWN)
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

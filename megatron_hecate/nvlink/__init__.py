@@ -1,0 +1,1 @@
+"""Transport `nvlink`: kernels that copy and sum through peers' memory inside an NVLink domain."""

@@ -1,0 +1,124 @@
+"""Run programs (`program`) on a GPU's current stream, or synchronously on the host."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.nvlink.program import TRANSFER, Program
+
+# Bandwidth of NVLink in one direction, bytes per second, by major compute capability of the GPU:
+# A100, H100, B200.
+LINK_RATES: dict[int, float] = {8: 300e9, 9: 450e9, 10: 900e9}
+# Multiprocessors of such a GPU, without MIG and MPS.
+MULTIPROCESSORS: dict[int, int] = {8: 108, 9: 132, 10: 148}
+ROUND_TRIP: float = 2.3e-6  # latency of a read from a peer over a busy link, seconds
+# Bytes from peers that a thread block keeps in flight, by kernel: `IN_FLIGHT` in transfer.cuh.
+UNDER_WAY: dict[str, int] = {"fssdp_gather": 64 << 10, "fssdp_reduce": 32 << 10}
+THREADS: int = 256  # threads of a block: `Wide` in kernels/device.cu
+WARP: int = 32
+FEWEST: int = 8  # least multiprocessors of a supported GPU
+
+
+class TransferKernels(Kernels):
+    """The kernels of transfers, compiled and loaded. Args and errors as `Kernels`.
+
+    Raises:
+        RuntimeError: also for a GPU with too few multiprocessors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        if self.on_gpu:
+            self.blocks = _blocks_on(device)
+        else:
+            size = self.function("fssdp_size_of_transfer")()
+            assert size == TRANSFER.itemsize, (
+                f"a Transfer has {size} bytes in the kernels, {TRANSFER.itemsize} in Python"
+            )
+            self.blocks = dict.fromkeys(UNDER_WAY, 1)
+
+    def run(
+        self, name: str, program: Program, at: Tensor, *, met: Callable[[], None] = lambda: None
+    ) -> None:
+        """Run all steps of a transfer by the kernel ``name``, after a barrier with its peers.
+
+        A kernel of one small thread block waits for the peers, so that the many blocks of the
+        transfer do not occupy multiprocessors until then.
+
+        Args:
+            name: kernel.
+            program: program of the transfer.
+            at: memory for the program on the device, uint8.
+            met: called when the barrier is over, or enqueued.
+        """
+        self._upload(program, at)
+        self._synchronize(program, at)
+        met()
+        self.run_at(name, at)
+
+    def run_at(self, name: str, at: Tensor, *, blocks: int | None = None) -> None:
+        """Run the program in ``at`` by the kernel ``name``; its peers have passed the barrier.
+
+        Args:
+            name: kernel.
+            at: memory with the program.
+            blocks: thread blocks, `blocks` by default.
+        """
+        # Functions of the host build take the numbers of blocks and threads, one of each.
+        further = () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))
+        self.launch(
+            name,
+            ctypes.c_void_p(at.data_ptr()),
+            *further,
+            blocks=blocks or self.blocks[name],
+            threads=THREADS,
+        )
+
+    def _synchronize(self, program: Program, at: Tensor) -> None:
+        """Tell the peers that this rank has come, and wait for all of them."""
+        # One thread per peer.
+        threads = -(-program.ranks // WARP) * WARP
+        self.launch("fssdp_synchronize", ctypes.c_void_p(at.data_ptr()), blocks=1, threads=threads)
+
+    def _upload(self, program: Program, at: Tensor) -> None:
+        """Copy ``program`` to ``at``, on the current stream."""
+        program.relocate(at.data_ptr())
+        size = len(program.data)
+        if self.on_gpu:
+            # From pinned memory the copy is asynchronous.
+            pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            pinned.numpy()[:] = program.data
+            at[:size].copy_(pinned, non_blocking=True)
+        else:
+            at.numpy()[:size] = program.data
+
+
+def _blocks_on(device: torch.device) -> dict[str, int]:
+    """Return the thread blocks of a transfer, by kernel.
+
+    Together the blocks keep bandwidth times latency of the link in flight. Processes that share a
+    GPU share its link as well, so each has as large a share of the blocks as of the
+    multiprocessors. Blocks wait for peers between steps, so all blocks must run at the same time,
+    together with the work that the peers wait for: each block takes a multiprocessor at most, and
+    all blocks together at most half of the multiprocessors of this process.
+    """
+    multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+    if multiprocessors < FEWEST:
+        raise RuntimeError(
+            f"transport nvlink needs {FEWEST} multiprocessors of a GPU, this process has "
+            f"{multiprocessors} (a MIG slice or an MPS share); make it larger, or use p2p"
+        )
+    major, _ = torch.cuda.get_device_capability(device)
+    rate = LINK_RATES.get(major, max(LINK_RATES.values()))
+    whole = MULTIPROCESSORS.get(major, max(MULTIPROCESSORS.values()))
+    share = min(1.0, multiprocessors / whole)
+    return {
+        name: min(math.ceil(share * math.ceil(rate * ROUND_TRIP / size)), multiprocessors // 2)
+        for name, size in UNDER_WAY.items()
+    }

@@ -1,0 +1,185 @@
+"""Allocation of memory that all ranks of an NVLink domain can access, on CPUs and on GPUs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hecate.comm.collectives import gather_objects
+from megatron_hecate.comm.problems import raise_on_all
+
+SHARED: Path = Path("/dev/shm")
+# Bytes before the buffers, initially 0: progress counters, one u32 per rank, and counters of thread
+# blocks.
+COUNTERS: int = 512
+NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # read by torch in every rendezvous
+LABEL = "transport nvlink"
+
+_raise_on_all = functools.partial(raise_on_all, label=LABEL)
+
+
+def free_shared_bytes() -> int:
+    """Return the free bytes of shared memory on this machine, which CPU ranks use."""
+    if not SHARED.exists():
+        return 0
+    file_system = os.statvfs(SHARED)
+    return file_system.f_bavail * file_system.f_frsize
+
+
+def symmetric_problem(device: torch.device) -> str:
+    """Return why torch's symmetric memory on ``device`` is unusable, "cannot ..."; else empty.
+
+    Only the backend CUDA returns memory that our kernels can access by address, and a process
+    has one backend for all symmetric memory.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    backend = symmetric.get_backend(device)
+    if backend == "CUDA":
+        return ""
+    return (
+        f"cannot use symmetric memory of torch's backend CUDA: this process uses {backend}; "
+        "unset TORCH_SYMMMEM, or call torch.distributed._symmetric_memory.set_backend('CUDA') "
+        "before other symmetric memory is allocated"
+    )
+
+
+def allocate_shared(
+    group: dist.ProcessGroup, size: int, *, device: torch.device
+) -> tuple[Tensor, list[int], Any]:
+    """Allocate POSIX shared memory and map it on all ranks of ``group``. Collective.
+
+    Each rank creates a file, which is unlinked once all ranks have opened it.
+
+    Returns:
+        This rank's block; addresses of all ranks' blocks; object that must live as long.
+    """
+    name = ""
+    try:
+        with _raise_on_all(group, what="allocating shared memory"):
+            try:
+                name = _create_file(size)
+            except OSError as error:
+                raise OSError(
+                    f"cannot allocate {size} bytes of shared memory, {free_shared_bytes()} are "
+                    f"free in {SHARED}: {error}; make {SHARED} larger, or use p2p"
+                ) from error
+        names = gather_objects(name, group, what="mapping shared memory", label=LABEL)
+        with _raise_on_all(group, what="mapping shared memory"):
+            try:
+                maps = [_map(other, size) for other in names]
+            # Ranks in containers of their own may have the same host name, but share no files.
+            except OSError as error:
+                raise OSError(
+                    f"cannot map its peers' shared memory: {error}; let the ranks of a machine "
+                    f"share {SHARED}, or use p2p"
+                ) from error
+    finally:
+        # The mappings stay valid without the name, and no file is left behind.
+        if name:
+            Path(name).unlink()
+    blocks = [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps]
+    return blocks[group.rank()], [block.data_ptr() for block in blocks], blocks
+
+
+def _create_file(size: int) -> str:
+    """Create a file of ``size`` bytes in shared memory; return its name."""
+    # Mode 600: only this user's processes may open it.
+    descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-", dir=SHARED)
+    try:
+        # Too little memory is an error here, and not a bus error at the first access.
+        os.posix_fallocate(descriptor, 0, size)
+    except BaseException:
+        Path(name).unlink()
+        raise
+    finally:
+        os.close(descriptor)
+    return name
+
+
+def _map(name: str, size: int) -> mmap.mmap:
+    descriptor = os.open(name, os.O_RDWR)
+    try:
+        return mmap.mmap(descriptor, size)
+    finally:
+        os.close(descriptor)
+
+
+def allocate_symmetric(
+    group: dist.ProcessGroup, size: int, *, device: torch.device
+) -> tuple[Tensor, list[int], Any]:
+    """Allocate symmetric memory and map it on all ranks of ``group``. As `allocate_shared`."""
+    with _raise_on_all(group, what="allocating symmetric memory"):
+        if problem := symmetric_problem(device):
+            raise RuntimeError(f"{problem}; use p2p")
+        own = _empty_symmetric(size, device)
+        own[:COUNTERS].zero_()
+        # Peers may write the counters once they are mapped, so the zeros must be in memory before.
+        torch.cuda.synchronize(device)
+    with _raise_on_all(group, what="mapping symmetric memory"):
+        handle = _rendezvous(own, group)
+    # Torch may place the tensor at an offset inside its allocation, the same on all ranks.
+    offset = own.data_ptr() - handle.buffer_ptrs[handle.rank]
+    return own, [base + offset for base in handle.buffer_ptrs], handle
+
+
+def _empty_symmetric(size: int, device: torch.device) -> Tensor:
+    """Allocate [size] uint8 of symmetric memory."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    # Symmetric memory has an allocator of its own, so free blocks that torch's caching allocator
+    # keeps for later may leave too little.
+    with contextlib.suppress(RuntimeError):
+        return symmetric.empty(size, dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()
+    try:
+        return symmetric.empty(size, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        free, _ = torch.cuda.mem_get_info(device)
+        raise RuntimeError(
+            f"cannot allocate {size} bytes of symmetric memory, {free} are free: {error}; set "
+            "fewer slots or a shorter lifetime, or use p2p"
+        ) from error
+
+
+def _rendezvous(own: Tensor, group: dist.ProcessGroup) -> Any:
+    """Map symmetric memory on all ranks; return torch's handle."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    try:
+        with _without_multicast():
+            handle = symmetric.rendezvous(own, group)
+    except RuntimeError as error:
+        raise RuntimeError(f"cannot map its peers' memory: {error}; use p2p") from error
+    if handle is None:
+        raise RuntimeError(
+            "cannot map its peers' memory: see the warning of torch.distributed; use p2p"
+        )
+    return handle
+
+
+@contextlib.contextmanager
+def _without_multicast() -> Iterator[None]:
+    """Disable multicast in torch's rendezvous.
+
+    We use no multicast, and the rendezvous fails where the switches have no multicast object left.
+    """
+    before = os.environ.get(NO_MULTICAST)
+    os.environ[NO_MULTICAST] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[NO_MULTICAST]
+        else:
+            os.environ[NO_MULTICAST] = before

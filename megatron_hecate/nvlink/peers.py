@@ -1,0 +1,267 @@
+"""Memory that is shared by the ranks of an NVLink domain, and detection of the domain.
+
+Each rank allocates one block that its peers can read and write: torch's symmetric memory on GPUs,
+POSIX shared memory on CPUs. A block begins with the progress counters (``kernels/signals.cuh``),
+followed by the buffers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import sys
+import weakref
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hecate.faults.attempt import Attempt
+from megatron_hecate.faults.background import BackgroundThread
+from megatron_hecate.nvlink.chunks import MAX_RANKS
+from megatron_hecate.nvlink.peer_memory import (
+    COUNTERS,
+    allocate_shared,
+    allocate_symmetric,
+    free_shared_bytes,
+    symmetric_problem,
+)
+from megatron_hecate.nvlink.program import FAILURE, MAX_STEPS, Signals
+
+ARRIVED: int = 4 * MAX_RANKS  # offset of the counters of thread blocks, bytes
+WATCHED: float = 0.1  # seconds between two checks for a failure on a GPU
+REMEMBERED: int = 1024  # transfers that the message of a failure can describe
+BEYOND: int = 1 << 30  # steps ahead of the counters, more than any transfer in flight waits for
+
+assert ARRIVED + 4 * MAX_STEPS <= COUNTERS
+
+
+class Peers:
+    """The blocks of memory of all ranks of a domain, mapped on this rank.
+
+    Args:
+        group: process group of the domain; all its ranks construct the object together.
+        size: bytes of the buffers, the same on all ranks.
+        device: device of the memory.
+        ranks: numbers of the domain's ranks in the FSSDP group, in order of their rank in
+            ``group``.
+        timeout: seconds per wait.
+
+    Raises:
+        RuntimeError: the memory cannot be allocated, or not mapped by all peers.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        size: int,
+        *,
+        device: torch.device,
+        ranks: Sequence[int],
+        timeout: float,
+    ) -> None:
+        self.device = device
+        self.ranks = tuple(ranks)
+        self.rank = ranks[group.rank()]
+        on_gpu = device.type == "cuda"
+        allocate = allocate_symmetric if on_gpu else allocate_shared
+        whole, bases, self._kept = allocate(group, COUNTERS + size, device=device)
+        self._bases = dict(zip(self.ranks, bases, strict=True))
+        self.buffers: Tensor = whole[COUNTERS:]
+        self._whole = whole
+        self.failure_record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
+        self._failure = self.failure_record.numpy().view(FAILURE)
+        self.signals = Signals(
+            rank=self.rank,
+            progress_at=self._bases,
+            arrived=self._bases[self.rank] + ARRIVED,
+            failure=self.failure_record.data_ptr(),
+            timeout=timeout,
+            apart=self.apart,
+        )
+        self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        self._reported = False
+        self._is_abandoned = False
+        # The thread must not keep the memory alive.
+        self._look = functools.partial(_is_over, weakref.ref(self))
+        if on_gpu:
+            self._watch_failures()
+        Attempt.current().at_end(self.abandon)
+
+    def _watch_failures(self) -> None:
+        """Start a thread that prints on stderr why a kernel timed out, as soon as it has.
+
+        The next CUDA call raises an error that names neither peer nor layer.
+        """
+        look = self._look
+
+        def watch() -> None:
+            while not look() and not thread.stopping.wait(WATCHED):
+                pass
+
+        thread = BackgroundThread("watch", watch)
+        thread.start()
+        # A kernel may have timed out after the thread's last check.
+        atexit.register(look)
+
+    def abandon(self) -> None:
+        """End all waits for peers, as if the peers had arrived: the attempt of the job is over.
+
+        The data of these transfers is not used any more, while a kernel that times out would
+        destroy the CUDA context.
+        """
+        self._is_abandoned = True
+        atexit.unregister(self._look)
+        if not self._begun:
+            return
+        counters = self._whole[: 4 * len(self.ranks)]
+        beyond = np.full(len(self.ranks), (self._begun[-1][0] + BEYOND) % 2**32, np.uint32)
+        passed = torch.from_numpy(beyond.view(np.uint8))
+        if not counters.is_cuda:
+            counters.copy_(passed)
+            return
+        # The waiting kernels occupy their stream, so the copy needs a stream of its own.
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            counters.copy_(passed.pin_memory(), non_blocking=True)
+            torch.cuda.current_stream().synchronize()
+
+    def address(self, tensor: Tensor, rank: int) -> int:
+        """Return the address of the counterpart of ``tensor`` in the memory of ``rank``.
+
+        Args:
+            tensor: tensor in this rank's buffers.
+            rank: owner of the counterpart.
+        """
+        assert self.holds(tensor), "not in the buffers"
+        return tensor.data_ptr() + self.apart[rank]
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Return True if ``tensor`` lies in this rank's buffers."""
+        offset = tensor.data_ptr() - self._bases[self.rank]
+        return offset >= COUNTERS and offset + tensor.nbytes <= self._whole.nbytes
+
+    @functools.cached_property
+    def apart(self) -> dict[int, int]:
+        """Mapped base address of each rank's memory minus the base address of this rank's."""
+        return {rank: base - self._bases[self.rank] for rank, base in self._bases.items()}
+
+    @property
+    def failure(self) -> np.void | None:
+        """The `FAILURE` record of the first wait that timed out, or ``None``.
+
+        The host can read it even after the CUDA context was destroyed.
+        """
+        record = self._failure[0]
+        # The value 2 marks a record that is being written.
+        if record["failed"] == 1:
+            return record
+        return None
+
+    def steps_of(self, peer: int, *, since: int) -> int:
+        """Return the steps that ``peer`` has finished beyond the count ``since``. CPU ranks only.
+
+        Negative if ``peer`` has not reached the count.
+        """
+        counters = self._whole[: 4 * len(self.ranks)].numpy().view(np.uint32)
+        finished = int(counters[self.signals.numbers[peer]])
+        # The counters wrap around, so the signed difference counts.
+        return (finished - since + 2**31) % 2**32 - 2**31
+
+    def remember(self, begin: int, text: str) -> None:
+        """Register the description of a transfer, used if a wait of it times out.
+
+        Args:
+            begin: progress counters before the transfer.
+            text: description with the placeholder ``{peer}`` for the peer that did not arrive.
+        """
+        self._begun.append((begin, text))
+
+    def explain_failure(self) -> str:
+        """Describe the recorded failure: ranks, layer, expected and seen steps."""
+        record = self.failure
+        assert record is not None
+        peer = self.ranks[int(record["peer"])]
+        seen = int(record["seen"].astype("<i4"))
+        known = f"rank {self.rank}: a transfer failed: expected rank {{peer}}"
+        # A copy, because the training thread may register a transfer meanwhile.
+        for begin, text in tuple(self._begun):
+            if begin % 2**32 == int(record["begin"]):
+                known = text
+        expected = int(record["expected"])
+        return (
+            f"{known.format(peer=peer)}; it waited for step {expected}, {max(0, seen)} were seen. "
+            f"Rank {peer} died, hangs, or did not take part."
+        )
+
+    def report(self, text: str) -> None:
+        """Print the reason of the first failed transfer on stderr, once."""
+        if not self._reported:
+            self._reported = True
+            print(f"FSSDP: {text}", file=sys.stderr, flush=True)
+
+    def look_for_failure(self) -> bool:
+        """Return True if a wait for a peer timed out; print the reason the first time."""
+        if self.failure is not None:
+            self.report(self.explain_failure())
+        return self.failure is not None
+
+    @staticmethod
+    def free_bytes() -> int:
+        """Return the free bytes of shared memory on this machine, which CPU ranks use."""
+        return free_shared_bytes()
+
+    @staticmethod
+    def symmetric_problem(device: torch.device) -> str:
+        """Return why symmetric memory on ``device`` is unusable. See `peer_memory`."""
+        return symmetric_problem(device)
+
+    @staticmethod
+    def nvlink_domain(node: str) -> tuple[str, str]:
+        """Return the name of this GPU's NVLink domain, and the reason if it has no NVLink.
+
+        Machines that share an NVLink fabric (GB200 NVL72) are one domain, named by the driver.
+
+        Args:
+            node: host name of the machine.
+        """
+        from torch._C._autograd import DeviceType
+        from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+            _detect_dma_connectivity,
+        )
+
+        own = torch.cuda.current_device()
+        count = torch.cuda.device_count()
+        # A process that sees one GPU cannot query its links; the self-test then decides.
+        if count > 1:
+            links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[own]
+            without = [other for other in range(count) if other != own and not links[other]]
+            if without:
+                return node, f"GPU {own} of {node} has no NVLink to GPUs {without}"
+        return _fabric() or node, ""
+
+
+def _is_over(peers: weakref.ref[Peers]) -> bool:
+    """Return True once a kernel timed out, the memory was freed, or the attempt is over."""
+    alive = peers()
+    return alive is None or alive._is_abandoned or alive.look_for_failure()
+
+
+def _fabric() -> str:
+    """Return the name of the NVLink fabric that this GPU shares with other machines; else empty."""
+    try:
+        from cuda.bindings import nvml
+
+        nvml.init_v2()
+        uuid = f"GPU-{torch.cuda.get_device_properties(torch.cuda.current_device()).uuid}"
+        info = nvml.device_get_gpu_fabric_info_v(nvml.device_get_handle_by_uuid(uuid))
+        cluster = bytes(info.cluster_uuid)
+    # Older GPUs and drivers do not support the query; NVML has error classes of its own for that.
+    except Exception:
+        return ""
+    completed = int(info.state) == int(nvml.GpuFabricState.COMPLETED)
+    if not completed or not any(cluster):
+        return ""
+    return f"fabric {cluster.hex()} {info.clique_id}"

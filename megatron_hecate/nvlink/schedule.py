@@ -1,0 +1,222 @@
+"""Steps of a spAG or spRS in one NVLink domain, whose ranks read each other's memory.
+
+`domains` combines the schedules of several domains. A rank only reads (it *pulls*). The result of a
+step may be read by other ranks in the next step:
+
+| | step | reads | into |
+|---|---|---|---|
+| spAG | pack | the parameters of the rank's own experts | its send buffer, visible to peers |
+| | fetch | chunks from the send buffer of their home | slots |
+| | exchange | the parts that this rank did not fetch, from the ranks that did | slots |
+| spRS | exchange | this rank's part of the gradients of all replicas | a part of the sum |
+| | sum | gradients, or parts of sums | the home's main gradient |
+
+*Exchange*: where a home would send more than any rank receives, each rank that receives a chunk
+fetches a different part of it from the home, and the remaining parts from the other receivers. The
+chunk is then sent once by its home, at the cost of one more step. A spRS sums the same parts.
+Chunks that are sent to other domains, or received from there, are moved in parts as well.
+
+Every rank derives the parts of all ranks from the copies alone, without communication (`pulls`).
+Places are symbolic (`places`); `program` resolves them to addresses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megatron_hecate.comm.transport import Copy
+from megatron_hecate.nvlink import pulls
+from megatron_hecate.nvlink.chunks import ChunkTable
+from megatron_hecate.nvlink.places import NONE, Part, Parts, Place, Pull
+from megatron_hecate.nvlink.pulls import MEMORIES, PartTable, RankPulls
+
+Listing = Callable[[ChunkTable, PartTable, int, int], RankPulls]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TransferSchedule:
+    """One rank's part of a transfer.
+
+    Args:
+        rank: this rank.
+        rows: sources of all pulls, sorted by step, [sources, `pulls.COLUMNS`].
+        begins: offset of each step's rows, and the total, [steps + 1]; all ranks have the same
+            number of steps, which may be empty.
+        places: places in ``rows`` by their numbers, with the memory and index of this rank.
+        peers: ranks that this rank reads from, or that read from this rank.
+    """
+
+    rank: int
+    rows: np.ndarray
+    begins: np.ndarray
+    places: tuple[Place, ...]
+    peers: frozenset[int]
+
+    @classmethod
+    def of_fetch(
+        cls,
+        copies: Sequence[Copy],
+        rank: int,
+        *,
+        domain: Sequence[int],
+        elements: int,
+        parts: Parts = NONE,
+    ) -> TransferSchedule:
+        """Schedule the spAG of ``rank``.
+
+        Args:
+            copies: all copies of the domain, in the same order on all ranks; a rank receives a
+                chunk at most once.
+            rank: rank whose part is scheduled.
+            domain: ranks that read each other's memory.
+            elements: elements of a chunk.
+            parts: for chunks that are sent to other domains, the places that their parts must reach
+                in the end; for chunks that were received from another, the places of their parts.
+                A rank has one part of a chunk at most.
+
+        Raises:
+            ValueError: more ranks than the kernels support, an empty chunk, or contradictory
+                copies.
+        """
+        chunks = _find_chunks(copies, frozenset(domain), elements, parts)
+        return cls._of(pulls.list_fetch_pulls, chunks, rank, elements=elements, parts=parts)
+
+    @classmethod
+    def of_return(
+        cls,
+        copies: Sequence[Copy],
+        rank: int,
+        *,
+        domain: Sequence[int],
+        elements: int,
+        parts: Parts = NONE,
+    ) -> TransferSchedule:
+        """Schedule the spRS of ``rank``.
+
+        Each home's sum is over the replicas in order of rank, added to its main gradient.
+
+        Args:
+            copies: see `of_fetch`.
+            rank: see `of_fetch`.
+            domain: see `of_fetch`.
+            elements: see `of_fetch`.
+            parts: for chunks with replicas in several domains, the places that the sums over this
+                domain's replicas must reach; for chunks without a replica in this domain, the
+                places of the complete sums.
+
+        Raises:
+            ValueError: see `of_fetch`.
+        """
+        chunks = _find_chunks(copies, frozenset(domain), elements, parts)
+        return cls._of(pulls.list_return_pulls, chunks, rank, elements=elements, parts=parts)
+
+    @classmethod
+    def of_pulls(
+        cls, steps: Sequence[Sequence[Pull]], rank: int, *, peers: frozenset[int] = frozenset()
+    ) -> TransferSchedule:
+        """Schedule the pulls of each of the ``steps`` of ``rank``, in the same order."""
+        rows: list[list[int]] = []
+        begins = [0]
+        for number, step in enumerate(steps):
+            for pull in step:
+                for more, source in enumerate(pull.sources):
+                    row = [0] * pulls.COLUMNS
+                    row[pulls.STEP] = number
+                    row[pulls.BEGIN] = pull.begin
+                    row[pulls.END] = pull.end
+                    row[pulls.ADD] = pull.add
+                    row[pulls.MORE] = more > 0
+                    row[pulls.INTO : pulls.RANK] = _encode(pull.into)[1:]
+                    row[pulls.RANK : pulls.INTO_NUMBER] = _encode(source)
+                    rows.append(row)
+            begins.append(len(rows))
+        table = np.array(rows, np.int64).reshape(-1, pulls.COLUMNS)
+        return cls._of_rows(table, np.array(begins), rank, peers=peers)
+
+    @classmethod
+    def _of(
+        cls, listing: Listing, chunks: ChunkTable, rank: int, *, elements: int, parts: Parts
+    ) -> TransferSchedule:
+        """List the pulls of ``rank``, and sort those of each step."""
+        found = listing(chunks, _encode_parts(parts, chunks), rank, elements)
+        rows = found.rows
+        # Every step begins with the rank after this one, so that not all ranks read from one home
+        # at the same time.
+        order = np.lexsort((rows[:, pulls.BEGIN], rows[:, pulls.DISTANCE], rows[:, pulls.STEP]))
+        rows = rows[order]
+        begins = np.searchsorted(rows[:, pulls.STEP], np.arange(found.num_steps + 1))
+        peers = frozenset(np.flatnonzero(found.is_peer).tolist())
+        return cls._of_rows(rows, begins, rank, peers=peers)
+
+    @classmethod
+    def _of_rows(
+        cls, rows: np.ndarray, begins: np.ndarray, rank: int, *, peers: frozenset[int]
+    ) -> TransferSchedule:
+        numbered = pulls.number_places(rows).tolist()
+        places = tuple(Place(rank, MEMORIES[memory], index) for memory, index in numbered)
+        return cls(rank, rows, begins, places, peers)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.begins) - 1
+
+    @property
+    def steps(self) -> tuple[tuple[Pull, ...], ...]:
+        """Pulls of each step."""
+        steps: list[tuple[Pull, ...]] = []
+        for first, last in zip(self.begins[:-1], self.begins[1:], strict=True):
+            step: list[Pull] = []
+            for row in range(first, last):
+                sources: tuple[Place, ...] = (self.read(row),)
+                if self.rows[row, pulls.MORE]:
+                    sources = step.pop().sources + sources
+                begin, end = self.rows[row, [pulls.BEGIN, pulls.END]].tolist()
+                add = bool(self.rows[row, pulls.ADD])
+                step.append(Pull(sources, self.written(row), begin, end, add))
+            steps.append(tuple(step))
+        return tuple(steps)
+
+    def read(self, row: int) -> Place:
+        """Return the place that ``row`` reads."""
+        rank, memory, index, first = self.rows[row, pulls.RANK : pulls.INTO_NUMBER].tolist()
+        return Place(rank, MEMORIES[memory], index, first)
+
+    def written(self, row: int) -> Place:
+        """Return the place that ``row`` writes."""
+        memory, index, first = self.rows[row, pulls.INTO : pulls.RANK].tolist()
+        return Place(self.rank, MEMORIES[memory], index, first)
+
+
+def _find_chunks(
+    copies: Sequence[Copy], members: frozenset[int], elements: int, parts: Parts
+) -> ChunkTable:
+    """Return the chunks of a transfer. Args and errors as `TransferSchedule.of_fetch`."""
+    if elements < 1:
+        raise ValueError(f"a chunk of {elements} elements cannot be moved")
+    return ChunkTable.of(tuple(copies), members, frozenset(parts))
+
+
+def _encode_parts(parts: Parts, chunks: ChunkTable) -> PartTable:
+    """Convert ``parts`` to rows, in the order of ``chunks``."""
+    begins = np.zeros(len(chunks.keys) + 1, np.int64)
+    rows: list[list[int]] = []
+    if parts:
+        for number, key in enumerate(map(tuple, chunks.keys.tolist())):
+            rows += map(_encode_part, parts.get(key, ()))
+            begins[number + 1] = len(rows)
+    return PartTable(begins, np.array(rows, np.int64).reshape(-1, pulls.COLUMNS))
+
+
+def _encode_part(part: Part) -> list[int]:
+    row = [0] * pulls.COLUMNS
+    row[pulls.BEGIN] = part.begin
+    row[pulls.END] = part.end
+    row[pulls.RANK : pulls.INTO_NUMBER] = _encode(part.at)
+    return row
+
+
+def _encode(place: Place) -> list[int]:
+    return [place.rank, MEMORIES.index(place.memory), place.index, place.begin]

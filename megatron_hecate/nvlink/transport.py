@@ -1,0 +1,369 @@
+"""The transport ``nvlink``: spAG and spRS by our kernels, over memory shared by peers (`peers`).
+
+The receiver pulls. A home sums its replicas' gradients in one pass, into fp32 main gradients where
+they exist. Between NVLink domains stripes are sent as messages (`domains`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hecate.comm.collectives import TransferError
+from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.transfer import Stopwatch, Transfer
+from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
+from megatron_hecate.nvlink.chunks import PLANS
+from megatron_hecate.nvlink.domains import Domains, Messages, Stage, Stages
+from megatron_hecate.nvlink.kernel_stage import KernelStage, TransferJob
+from megatron_hecate.nvlink.launch import TransferKernels
+from megatron_hecate.nvlink.peers import Peers
+from megatron_hecate.nvlink.places import Place
+from megatron_hecate.nvlink.program import Extent, Program, compile_programs
+from megatron_hecate.nvlink.program_cache import Programs
+from megatron_hecate.nvlink.schedule import TransferSchedule
+
+# Steps after which one transfer signals between all ranks of the domain: a counter that has fallen
+# behind by half of its range would appear to be ahead.
+REFRESH: int = 1 << 30
+
+Build = Callable[..., tuple[Stage, ...]]
+
+
+class NVLink:
+    """Transport of one FSSDP group's replicas by kernels. See `transport.Transport`.
+
+    Args:
+        group: process group of all ranks.
+        domain: process group of this rank's NVLink domain, in order of the ranks in ``group``.
+        domains: NVLink domains as ranks of ``group``; every rank is in one domain.
+        timeout: seconds per wait.
+    """
+
+    name = "nvlink"
+    scatters = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        domain: dist.ProcessGroup,
+        *,
+        domains: Domains,
+        timeout: float,
+    ) -> None:
+        self.group = group
+        self.timeout = timeout
+        self._domain = domain
+        self._domains = tuple(map(tuple, domains))
+        self._domain_sizes = [len(ranks) for ranks in self._domains]
+        self._rank = group.rank()
+        self._between = P2P(group, timeout=timeout)
+        self._stripe_elements: dict[int, int] = {}  # elements of a stripe by elements of a chunk
+        self._begin = 1  # progress counters of the next transfer; initially the counters are 0
+        # CPU ranks run transfers one after the other, as on a stream: the end of the last one.
+        self._ended: Future[None] = Future()
+        self._ended.set_result(None)
+        self._peers: Peers | None = None
+        self._programs: Programs | None = None
+        self._sent = torch.empty(0)
+        self._stripes = torch.empty(0)
+
+    def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
+        """Return the bytes of the send buffer and of the stripe buffers.
+
+        Peers read this rank's experts from the send buffer. Stripe buffers hold stripes that are
+        sent between domains.
+        """
+        return sum(buffer_bytes(layers, self._domain_sizes))
+
+    def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
+        """Allocate [size] uint8 that peers can read, followed by send buffer and stripe buffers.
+
+        Raises:
+            RuntimeError: on all ranks, if the memory cannot be allocated on one or not be mapped by
+                its peers.
+        """
+        compile_programs()
+        # Transfers in flight may use the memory that is freed here.
+        futures.wait([self._ended])
+        if self._peers is not None and device.type == "cuda":
+            torch.cuda.synchronize(device)
+        # The old memory is freed before the new memory is allocated.
+        self._peers = None
+        self._sent = torch.empty(0)
+        self._stripes = torch.empty(0)
+        sizes = [LayerBuffer.aligned(size, torch.uint8), *buffer_bytes(layers, self._domain_sizes)]
+        domain = next(domain for domain in self._domains if self._rank in domain)
+        self._kernels = TransferKernels(device)
+        self._peers = Peers(
+            self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout
+        )
+        self._programs = Programs(self._peers.signals)
+        # The counters in the new memory are 0.
+        self._begin = 1
+        replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
+        self._stripe_elements = {}
+        for layer in layers:
+            for elements in (layer.weights[0], layer.elements):
+                width, _, _ = Stages.stripe_buffers(layer, elements, self._domain_sizes)
+                self._stripe_elements[elements] = width
+        return replicas[:size]
+
+    def release(self) -> None:
+        self._peers = None
+        self._programs = None
+        self._sent = self._sent.new_empty(0)
+        self._stripes = self._stripes.new_empty(0)
+
+    def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
+        self._stages(Stages.of_fetch, plan, elements=layer.weights[0])
+        self._stages(Stages.of_return, plan, elements=layer.elements)
+
+    def fetch(
+        self,
+        plan: TransferPlan,
+        homes: Sequence[Sequence[Tensor]],
+        slots: Sequence[Tensor],
+        *,
+        label: str,
+        timed: bool = False,
+    ) -> Transfer:
+        """Begin a spAG. ``slots`` have the same offsets in the memory of all ranks."""
+        # The kernels read parameters by address, without strides.
+        for index in plan.replicated:
+            if not all(tensor.is_contiguous() for tensor in homes[index]):
+                raise ValueError(f"{label}: parameters of own expert {index} are not contiguous")
+        elements = sum(tensor.numel() for tensor in homes[0])
+        dtype = homes[0][0].dtype
+        sent = chunks_in(self._sent, len(homes) if plan.copies else 0, elements, dtype)
+        stripes = self._stripe_chunks(elements, dtype)
+
+        def memory(place: Place) -> Sequence[Tensor]:
+            if place.memory == "parameters":
+                return homes[place.index]
+            buffers = {"send": sent, "slot": slots, "stripe": stripes}
+            return (buffers[place.memory][place.index],)
+
+        stages = self._stages(Stages.of_fetch, plan, elements=elements)
+        device = self._memory_of_peers().device
+        watch = Stopwatch(device) if timed else None
+        # In one domain the barrier of the kernel is enough.
+        meet = None
+        if timed and len(stages) > 1:
+            meet = functools.partial(
+                self._between.meet, plan, device, tag=self._between.next_tag(), label=label
+            )
+        steps = self._run(stages, self._job("spAG", label, dtype, memory, watch), meet)
+        return self._start(steps, what="spAG", label=label, watch=watch)
+
+    def return_gradients(
+        self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
+    ) -> Transfer:
+        """Begin a spRS. ``slots`` have the same offsets in the memory of all ranks.
+
+        Afterwards ``slots`` may hold parts of sums.
+
+        Raises:
+            ValueError: the gradients are not fp32.
+        """
+        if not plan.copies:
+            return self._start(iter(()), what="spRS", label=label)
+        if slots[0].dtype is not torch.float32:
+            raise ValueError(
+                f"{label}: gradients of {slots[0].dtype} cannot be summed by our kernels; use p2p"
+            )
+        into = {index: homes.main_grads(index) for index in plan.replicated}
+        # Sums of experts without main gradients, which `HomeGradients.add` takes at the end.
+        totals = {
+            index: torch.zeros_like(slots[0]) for index, found in into.items() if found is None
+        }
+        elements = slots[0].numel()
+        stripes = self._stripe_chunks(elements, torch.float32)
+
+        def memory(place: Place) -> Sequence[Tensor]:
+            if place.memory == "main_grad":
+                return into[place.index] or (totals[place.index],)
+            if place.memory == "stripe":
+                return (stripes[place.index],)
+            return (slots[place.index],)
+
+        stages = self._stages(Stages.of_return, plan, elements=elements)
+        steps = self._run(stages, self._job("spRS", label, torch.float32, memory))
+
+        def run() -> Iterator[None]:
+            yield from steps
+            # Where `Transfer` splits the steps, `HomeGradients.add` is left to its `wait`.
+            if totals:
+                yield
+            for index, total in totals.items():
+                # The memory was allocated on another stream, whose later work must not reuse it
+                # before this stream has read it.
+                if total.is_cuda:
+                    total.record_stream(torch.cuda.current_stream())
+                homes.add(index, total)
+
+        return self._start(run(), what="spRS", label=label)
+
+    def _job(
+        self,
+        what: str,
+        label: str,
+        dtype: torch.dtype,
+        memory: Callable[[Place], Sequence[Tensor]],
+        watch: Stopwatch | None = None,
+    ) -> TransferJob:
+        """Describe a transfer of this rank. Args as `TransferJob`."""
+        return TransferJob(
+            what,
+            label,
+            rank=f"rank {self._rank} of {self.group.size()}",
+            timeout=self.timeout,
+            itemsize=dtype.itemsize,
+            memory=memory,
+            watch=watch,
+        )
+
+    def _start(
+        self, steps: Iterator[None], *, what: str, label: str, watch: Stopwatch | None = None
+    ) -> Transfer:
+        """Start a transfer; on CPU ranks after the transfers started before."""
+        device = self._memory_of_peers().device
+        transfer = Transfer(steps, device, what=what, label=label, watch=watch, after=self._ended)
+        if transfer.ended is not None:
+            self._ended = transfer.ended
+        return transfer
+
+    def _stages(self, build: Build, plan: TransferPlan, *, elements: int) -> tuple[Stage, ...]:
+        return _kept_stages(
+            build, plan.copies, rank=self._rank, domains=self._domains, elements=elements
+        )
+
+    def _memory_of_peers(self) -> Peers:
+        assert self._peers is not None, "allocate was not called"
+        return self._peers
+
+    def _stripe_chunks(self, elements: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return all stripe buffers as tensors, for chunks of ``elements``."""
+        width = self._stripe_elements[elements]
+        count = self._stripes.nbytes // LayerBuffer.aligned(width, dtype)
+        return chunks_in(self._stripes, count, width, dtype)
+
+    def _run(
+        self, stages: Sequence[Stage], job: TransferJob, meet: Callable[[], None] | None = None
+    ) -> Iterator[None]:
+        """Prepare all stages now, and return the steps that run them.
+
+        Args:
+            stages: stages of the transfer.
+            job: the transfer.
+            meet: barrier of all ranks, run before the first stage.
+        """
+        peers = self._memory_of_peers()
+        # A kernel that timed out has destroyed the CUDA context: no further launch can succeed.
+        if peers.device.type == "cuda" and peers.failure is not None:
+            raise TransferError(peers.explain_failure())
+        tag = self._between.next_tag() if len(stages) > 1 else 0
+        runs: list[Callable[[], None]] = []
+        for stage in stages:
+            if isinstance(stage, Messages):
+                runs.append(self._run_messages(stage, job, tag=tag))
+            else:
+                runs.append(self._run_kernel(stage, job))
+
+        def run() -> Iterator[None]:
+            if meet is not None:
+                meet()
+                job.mark_begin()
+            # No stage is left to `Transfer.wait`: the progress counters increase in the order of
+            # the transfers.
+            for run_stage in runs:
+                run_stage()
+            yield from ()
+
+        return run()
+
+    def _run_messages(self, stage: Messages, job: TransferJob, *, tag: int) -> Callable[[], None]:
+        """Prepare a stage of messages between domains, and return the function that runs it."""
+        batch = self._between.batch(tag, what=job.what, label=job.label)
+        for parts, post in ((stage.sends, batch.send), (stage.receives, batch.receive)):
+            for part, rank in parts:
+                (tensor,) = job.memory(part.at)
+                post(tensor[part.begin - part.at.begin : part.end - part.at.begin], rank)
+
+        def run() -> None:
+            batch.start()
+            batch.finish()
+
+        return run
+
+    def _run_kernel(self, schedule: TransferSchedule, job: TransferJob) -> Callable[[], None]:
+        """Prepare a stage inside the domain, and return the function that runs it."""
+        peers = self._memory_of_peers()
+        # The next stage begins above the last counter of this one, ``begin`` plus its steps. All
+        # ranks count every stage, also stages without a part for them.
+        begin = self._begin
+        self._begin += schedule.num_steps + 1
+        # A timed transfer begins when all ranks of the domain have arrived, not only its peers.
+        if begin // REFRESH != self._begin // REFRESH or job.watch is not None:
+            schedule = dataclasses.replace(schedule, peers=frozenset(peers.ranks) - {self._rank})
+        if not schedule.peers and not len(schedule.rows):
+            return job.mark_begin
+        peers.remember(
+            begin,
+            f"{job.rank}: {job.name} failed (timeout {job.timeout:g} s): expected rank {{peer}} "
+            f"to finish {schedule.num_steps} steps",
+        )
+        program = self._make_program(schedule, job, begin=begin)
+        stage = KernelStage(job, schedule, program, peers, begin)
+        return lambda: stage.run(self._kernels)
+
+    def _make_program(self, schedule: TransferSchedule, job: TransferJob, *, begin: int) -> Program:
+        """Create the program of a stage inside the domain."""
+        peers = self._memory_of_peers()
+
+        def own(place: Place) -> list[Extent]:
+            tensors = job.memory(place)
+            # Peers have the tensor at the same offset of their buffers, so it must be in ours.
+            assert place.memory in ("parameters", "main_grad") or all(map(peers.holds, tensors)), (
+                "not in the buffers"
+            )
+            return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+
+        assert self._programs is not None
+        return self._programs.make(schedule, own, itemsize=job.itemsize, sums=job.sums, begin=begin)
+
+
+@functools.lru_cache(maxsize=PLANS)
+def _kept_stages(
+    build: Build, copies: tuple[Copy, ...], *, rank: int, domains: Domains, elements: int
+) -> tuple[Stage, ...]:
+    """Return the stages of a plan, cached for all of its microbatches."""
+    return build(copies, rank, domains=domains, elements=elements)
+
+
+def buffer_bytes(layers: Sequence[LayerBuffer], domains: Sequence[int]) -> tuple[int, int]:
+    """Return the bytes of the send buffer and of all stripe buffers, for the largest layers.
+
+    Args:
+        layers: sizes of the layers.
+        domains: number of ranks of each NVLink domain.
+    """
+    if not any(layer.slots for layer in layers):
+        return 0, 0
+    sent = max(layer.homes * LayerBuffer.aligned(*layer.weights) for layer in layers)
+    stripes = 0
+    for layer in layers:
+        elements, dtype = layer.weights
+        fetched, in_fetch, _ = Stages.stripe_buffers(layer, elements, domains)
+        returned, _, in_return = Stages.stripe_buffers(layer, layer.elements, domains)
+        fetch_bytes = in_fetch * LayerBuffer.aligned(fetched, dtype)
+        return_bytes = in_return * LayerBuffer.aligned(returned, layer.grad_dtype)
+        stripes = max(stripes, fetch_bytes, return_bytes)
+    return sent, stripes

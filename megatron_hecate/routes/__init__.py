@@ -1,0 +1,1 @@
+"""Routes that are known before the forward: replayed by RL, or announced by a loop."""

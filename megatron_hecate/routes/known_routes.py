@@ -1,0 +1,366 @@
+"""Loads known before a microbatch runs: replayed routes, and routes of token ids.
+
+Routes are only counted: the tokens per expert are the forecast of a plan, and the routes themselves
+are neither held nor copied as a whole. The routes that a router replays are counted at the start of
+a model chunk, announced routes when they are announced. One all-reduce sums the counts of all
+layers over the group.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, starmap
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Module
+
+from megatron_hecate.comm.collectives import wait_collective
+from megatron_hecate.megatron.forward_pass import NO_ITERATION
+from megatron_hecate.megatron.router_replay import as_routed, may_replay, next_routes, replays
+from megatron_hecate.routes.route_counts import Routes, check_routes, count_tokens, parts_of
+from megatron_hecate.step.layer_state import LayerState
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _ReplayedLoads:
+    """Loads of one layer by replayed routes.
+
+    Args:
+        loads: tokens per expert, summed over the group, [E].
+        microbatches: number of microbatches that the loads cover, as a mean over the group.
+    """
+
+    loads: np.ndarray
+    microbatches: float
+
+
+class KnownRoutes:
+    """Counter of replayed routes of this rank's layers, and forecasts from the counts.
+
+    Collective: every rank of a group calls the methods at the same points.
+
+    Args:
+        states: states of all layers, in the order of the forward.
+        chunk_of: index of each layer's model chunk.
+    """
+
+    def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
+        self.states = states
+        self._chunk_of = chunk_of
+        # Stored, because lookups of submodules are slow.
+        self._routers: list[Module] = [state.parts.layer.router for state in states]
+        # Tokens of this rank in the next iteration by announced routes, [L, E], if any, and for
+        # each layer, True if its routes have been announced.
+        self._announced: np.ndarray | None = None
+        self._is_announced = [False] * len(states)
+        # For each layer, True if its plan is made for true loads.
+        self.are_known = [False] * len(states)
+        # For each layer with replayed routes, the loads of its next microbatches.
+        self._replayed: list[_ReplayedLoads | None] = [None] * len(states)
+
+    def announce(self, parts: Sequence[Iterable[Tensor] | None], *, add: bool) -> None:
+        """Count the routes of the next iteration on this rank, for `begin_iteration`.
+
+        Args:
+            parts: for each layer, experts of each token, [t, k] each; ``None`` for unknown routes.
+            add: add the counts to routes announced for the same iteration.
+
+        Raises:
+            ValueError: for numbers of experts that a layer does not have.
+        """
+        experts = _most_experts(self.states)
+        device = _device(self.states[0])
+        counted = [count_tokens(() if of is None else of, experts, device) for of in parts]
+        counts = torch.stack(counted).cpu().numpy()
+        for state, of_layer in zip(self.states, counts, strict=True):
+            _check_counts(of_layer, state)
+        if not add or self._announced is None:
+            self._announced = np.zeros((len(counts), experts), dtype=np.int64)
+            self._is_announced = [False] * len(counts)
+        self._announced += counts[:, :-1]
+        for index, of_layer in enumerate(parts):
+            self._is_announced[index] |= of_layer is not None
+
+    def begin_iteration(self, forecast: np.ndarray | None) -> np.ndarray | None:
+        """Replace the forecast of a new iteration by the loads of its announced routes.
+
+        Args:
+            forecast: tokens per layer and expert by earlier iterations, [L, E], if any.
+
+        Returns:
+            Tokens per layer and expert, summed over the group, [L, E]; those of ``forecast`` for
+            layers without announced routes. ``None`` if nothing is known.
+        """
+        announced = self._announced
+        self._announced = None
+        self._replayed = [None] * len(self.states)
+        if announced is None:
+            self.are_known = [False] * len(self.states)
+            return forecast
+        self.are_known = list(self._is_announced)
+        loads = self._sum(self.states, torch.from_numpy(announced))
+        if forecast is None:
+            return loads
+        return np.where(np.array(self.are_known)[:, None], loads, forecast)
+
+    def begin_microbatch(self, index: int, iteration: int, microbatches: int | None) -> None:
+        """Count the replayed routes of a microbatch, at the first layer of a model chunk.
+
+        If one plan serves all microbatches, routes of later ones are counted, too, as far as the
+        routers hold them. Layers that fetch for every microbatch are planned again.
+
+        Args:
+            index: index of the layer that the microbatch has reached.
+            iteration: number of the running iteration.
+            microbatches: number of microbatches in the iteration; ``None`` if unknown.
+        """
+        state = self.states[index]
+        chunk = self._chunk_of[index]
+        # True if one plan serves all microbatches.
+        whole = state.keeps_replicas
+        is_planned = whole and (self.are_known[index] or state.current.number == iteration)
+        if index != self._chunk_of.index(chunk) or is_planned or not state.config.slots:
+            return
+        states = self.states[index : index + self._chunk_of.count(chunk)]
+        planned = (microbatches or 1) if whole else 1
+        replayed = self._count_replayed(states, planned)
+        for state, loads in zip(states, replayed, strict=True):
+            self._replayed[state.index] = loads
+            if loads is None:
+                self.are_known[state.index] = False
+            elif whole:
+                is_complete = microbatches is not None and loads.microbatches >= microbatches
+                self.are_known[state.index] = is_complete
+            else:
+                self.are_known[state.index] = True
+                state.current.number = NO_ITERATION
+
+    def forecast(
+        self, state: LayerState, forecast: np.ndarray | None, microbatches: int
+    ) -> tuple[np.ndarray | None, int]:
+        """Return the loads for which a layer is planned.
+
+        Args:
+            state: state of the layer.
+            forecast: expected tokens of an iteration per layer and expert, [L, E].
+            microbatches: number of microbatches in the iteration.
+
+        Returns:
+            Tokens per expert [E], ``None`` without any forecast; and the number of their
+            microbatches.
+        """
+        experts = state.parts.homes_only.num_experts
+        expected = None
+        # A row of zeros: a layer without routes or history, beside layers with expected routes.
+        if forecast is not None and forecast[state.index].any():
+            expected = forecast[state.index, :experts]
+        replayed = self._replayed[state.index]
+        if replayed is None:
+            return expected, microbatches
+        known = replayed.loads[:experts]
+        if not state.keeps_replicas:
+            return known, 1
+        missing = microbatches - replayed.microbatches
+        if missing <= 0:
+            return known, microbatches
+        # Expected tokens of each further microbatch.
+        rest = known / replayed.microbatches if expected is None else expected / microbatches
+        return known + missing * rest, microbatches
+
+    def _count_replayed(
+        self, states: Sequence[LayerState], microbatches: int
+    ) -> list[_ReplayedLoads | None]:
+        """Count the tokens of the next microbatches by replayed routes. Collective.
+
+        Args:
+            states: states of a chunk's layers.
+            microbatches: upper bound on microbatches.
+
+        Returns:
+            For each layer, loads summed over the group; ``None`` without replayed routes.
+        """
+        if not may_replay(self._routers) or not any(replays(s.parts.layer) for s in states):
+            return [None] * len(states)
+        experts = _most_experts(states)
+        counts = []
+        for state in states:
+            layer = state.parts.layer
+            routes = next_routes(layer, microbatches * state.parts.passes)
+            parts = chain.from_iterable(starmap(parts_of, routes))
+            parts = (as_routed(layer, part) for part in parts)
+            counted = count_tokens(parts, experts, _device(states[0]))
+            # The last number counts experts that do not exist, which stop Megatron's router, too.
+            # Ranks may hold routes of different numbers of forwards, and must plan alike.
+            counted[-1] = len(routes)
+            counts.append(counted)
+        found: list[_ReplayedLoads | None] = []
+        ranks = states[0].rerouter.sources.size()
+        for state, summed in zip(states, self._sum(states, torch.stack(counts)), strict=True):
+            forwards = summed[-1] / ranks
+            loads = _ReplayedLoads(summed[:-1], forwards / state.parts.passes)
+            found.append(loads if loads.loads.any() else None)
+        return found
+
+    def _sum(self, states: Sequence[LayerState], counts: Tensor) -> np.ndarray:
+        """Sum the counts of layers over the group, [L, n]. Synchronizes the host."""
+        group = states[0].rerouter.sources
+        sums = counts.to(_device(states[0]))
+        work = dist.all_reduce(sums, group=group, async_op=True)
+        wait_collective(
+            work,
+            sums,
+            group,
+            what="counting known routes",
+            label=states[0].name,
+            timeout=states[0].config.timeout,
+        )
+        return sums.cpu().numpy()
+
+
+def _most_experts(states: Sequence[LayerState]) -> int:
+    """Return the largest number of experts of a layer."""
+    return max(state.parts.homes_only.num_experts for state in states)
+
+
+def _device(state: LayerState) -> torch.device:
+    """Return the device of the layer's experts."""
+    return next(state.parts.layer.experts.parameters()).device
+
+
+def _check_counts(counts: np.ndarray, state: LayerState) -> None:
+    """Raise ValueError if routes of a layer name experts that it does not have.
+
+    Args:
+        counts: routes to each expert of the widest layer, and to further experts.
+        state: state of the layer.
+    """
+    experts = state.parts.homes_only.num_experts
+    wrong = int(counts[experts:].sum())
+    if wrong:
+        raise ValueError(
+            f"{wrong} announced routes of {state.name} name no expert from 0 to {experts - 1}; "
+            "give one [tokens, k] array for each MoE layer of this rank, in the order of the "
+            "forward, with -1 for unknown experts"
+        )
+
+
+def expect_routes(
+    chunks: Iterable[Module], routes: Sequence[Routes | None] | Routes, *, add: bool = False
+) -> None:
+    """Announce the routes of the next iteration. Every rank calls it before each iteration.
+
+    The routes are counted at once, a small part at a time, and not held: they may be of any integer
+    dtype, on any device, views of a larger array, or mapped from a file. Wrong routes cost balance
+    only: results do not depend on them.
+
+    Replayed routes need it only if replicas live for an iteration of several microbatches, and
+    routers hold the routes of one microbatch at a time.
+
+    Args:
+        chunks: model chunks of this rank, wrapped by DDP or not.
+        routes: experts of each token, [T, k], for each MoE layer of this rank in order, or
+            [T, layers, k] for all of them; below 0 where an expert is not known. T are tokens that
+            this rank routes in the next iteration: with context or sequence parallelism its own
+            part of them. ``None`` for a layer with unknown routes, on all ranks of its group.
+        add: add to routes that were announced for the same iteration, for a loop that has them by
+            microbatch or by sample.
+
+    Raises:
+        ValueError: if the numbers of routes and layers differ, or the routes are no numbers of
+            experts.
+    """
+    layers = _converted_layers(chunks)
+    if isinstance(routes, np.ndarray | Tensor):
+        routes = _by_layer(routes)
+    if len(layers) != len(routes):
+        raise ValueError(
+            f"routes of {len(routes)} layers, but this rank has {len(layers)} MoE layers"
+        )
+    for index, (layer, of_layer) in enumerate(zip(layers, routes, strict=True)):
+        if of_layer is not None:
+            check_routes(of_layer, layer.config.num_moe_experts, layer=index)
+    parts = [None if of_layer is None else parts_of(of_layer) for of_layer in routes]
+    _announce(layers, parts, add=add)
+
+
+def expect_tokens(chunks: Iterable[Module], token_ids: Tensor) -> int:
+    """Announce the token ids of the next iteration, for layers that route tokens by their ids.
+
+    Every rank calls it before each iteration. A layer routes by ids if its router has a table
+    ``tid2eid`` [vocabulary, k] of experts, as in Megatron. Other layers keep their forecast.
+
+    Args:
+        chunks: model chunks of this rank, wrapped by DDP or not.
+        token_ids: ids of the tokens that this rank routes in all microbatches, of any shape, in any
+            order: with context or sequence parallelism its own part of them.
+
+    Returns:
+        Number of layers of this rank that route by ids; 0 on later pipeline stages, as a rule.
+
+    Raises:
+        ValueError: if an id is not in a table.
+    """
+    layers = _converted_layers(chunks)
+    ids = token_ids.reshape(-1, 1).long()
+    tables = [getattr(layer.router, "tid2eid", None) for layer in layers]
+    found = [table for table in tables if table is not None]
+    if not found:
+        return 0
+    rows = min(len(table) for table in found)
+    if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
+        raise ValueError(
+            f"token ids from {ids.min()} to {ids.max()}, but router.tid2eid has {rows} rows; pass "
+            "ids of the tokenizer's vocabulary"
+        )
+    parts = [None if table is None else _look_up(table, ids) for table in tables]
+    _announce(layers, parts, add=False)
+    return len(found)
+
+
+def _look_up(table: Tensor, ids: Tensor) -> Iterator[Tensor]:
+    """Look up the experts of token ids, in parts of [t, k].
+
+    Args:
+        table: experts of each id, [vocabulary, k].
+        ids: token ids, [T, 1].
+    """
+    for part in parts_of(ids):
+        yield table[part.view(-1).to(table.device)]
+
+
+def _by_layer(routes: Routes) -> list[Routes]:
+    """Split routes [T, layers, k] into views of single layers, [T, k].
+
+    Raises:
+        ValueError: for other shapes.
+    """
+    if routes.ndim != 3:
+        raise ValueError(
+            f"routes of shape {tuple(routes.shape)}; give [tokens, layers, k], or a list with one "
+            "[tokens, k] array for each layer"
+        )
+    return [routes[:, layer] for layer in range(routes.shape[1])]
+
+
+def _announce(
+    layers: Sequence[Module], parts: Sequence[Iterable[Tensor] | None], *, add: bool
+) -> None:
+    """Announce routes to the prefetcher of the layers.
+
+    Args:
+        layers: converted layers of one model.
+        parts: for each layer, experts of each token; ``None`` for unknown routes.
+        add: add to routes announced for the same iteration.
+    """
+    if layers:
+        layers[0].prefetcher.routes.announce(parts, add=add)
+
+
+def _converted_layers(chunks: Iterable[Module]) -> list[Module]:
+    """List the FSSDP layers of model chunks, in the order of the forward."""
+    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
+    return [module for module in modules if hasattr(module, "fssdp")]

@@ -1,1 +1,0 @@
-"""Runtime of an iteration: its boundaries, load history, plans and prefetches."""

@@ -1,1 +1,0 @@
-"""Checks whether FSSDP can be switched on for a job."""

@@ -1,1 +1,0 @@
-"""Readers of job settings: launch scripts, and YAML and JSON files of any framework."""

@@ -1,0 +1,124 @@
+"""Timing of the returns of replica gradients to their homes.
+
+Within one call of Megatron's schedule gradients accumulate with the replicas and return with the
+last backward, so that the attention's backward hides the transfer. The last backward is
+guessed: an extra return is correct, because returns add up, and `GradientReturns.complete` returns
+the rest before DDP reduces gradients. In loops without a schedule every backward returns its own
+gradients, because the next line may read or change ``main_grad``.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from torch.nn import Parameter
+from torch.optim.optimizer import Optimizer
+
+from megatron_hecate.megatron.data_parallel import DataParallel
+from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.step.layer_state import LayerState
+
+
+class GradientReturns:
+    """Decides which backward returns gradients; returns the rest at the end of an iteration.
+
+    Args:
+        states: states of all layers, in the order of the forward.
+        chunk_of: index of each layer's model chunk.
+    """
+
+    def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
+        self._states = states
+        self._chunk_of = chunk_of
+        self.data_parallel: DataParallel | None = None
+        # Replicas of all layers, as long as a backward may need them.
+        self.live: weakref.WeakSet[Replicas] = weakref.WeakSet()
+        # True if gradients waited for the reduction in the last iteration, and in this one.
+        self._guesses = False
+        self._waited = False
+        self._expected_microbatches: int | None = None
+
+    def begin_iteration(self, microbatches: int | None) -> None:
+        """Expect ``microbatches`` in the new iteration, the number of the last one.
+
+        Not called for an iteration that repeats the last one.
+        """
+        self._guesses = self._waited
+        self._waited = False
+        self._expected_microbatches = microbatches
+
+    def is_last(self, state: LayerState, microbatches: int) -> bool:
+        """Return whether gradients of a layer return with the running backward.
+
+        Where the schedule aligns stages with ``grad_sync_func``, most stages do not know which
+        backward is the last: the iteration is then expected to have the length of the last one.
+
+        Args:
+            state: state of the layer.
+            microbatches: backwards of the layer in this iteration, the running one included.
+        """
+        if self.data_parallel is None or not state.in_schedule:
+            return True
+        wanted = self.data_parallel.wants_gradients(self._chunk_of[state.index])
+        if wanted is False and self._guesses and microbatches == self._expected_microbatches:
+            self._waited = True
+            return True
+        return wanted is not False
+
+    def complete(self, chunk: int | None = None) -> None:
+        """Return waiting gradients of ``chunk``, or of all chunks, and wait for the transfers.
+
+        Collective: every rank calls it at the same point.
+        """
+        waiting = [
+            state.replicas
+            for state in reversed(self._states)
+            if chunk in (None, self._chunk_of[state.index])
+            and state.replicas is not None
+            and state.replicas.unreturned
+        ]
+        if waiting:
+            self._waited = True
+        started = [replicas.return_waiting() for replicas in waiting]
+        for pending in started:
+            pending.arrive()
+
+    def drop(self) -> list[str]:
+        """Forget waiting gradients, and return the names of their layers."""
+        waiting = [replicas for replicas in self.live if replicas.unreturned]
+        for replicas in waiting:
+            replicas.drop_unreturned()
+        return sorted(replicas.label for replicas in waiting)
+
+    def awaits_backward(self, forwards: Callable[[int], int]) -> bool:
+        """Return whether a known backward of this iteration has not run.
+
+        Args:
+            forwards: function from a layer's index to its number of forwards in this iteration.
+        """
+        for state in self._states:
+            if not state.keeps_replicas or state.replicas is None:
+                continue
+            # a graph that is kept may have several backwards
+            if state.replicas.backwards < forwards(state.index):
+                return True
+        return any(state.awaits_microbatch for state in self._states)
+
+    def wait_for(self, optimizer: Optimizer) -> bool:
+        """Return whether gradients of experts that ``optimizer`` steps wait to return.
+
+        The optimizer may step the experts' parameters, their main parameters, or shards of them.
+        """
+        if not any(replicas.unreturned for replicas in self.live):
+            return False
+        own: list[Parameter] = []
+        for state in self._states:
+            own += chain.from_iterable(state.parts.experts.homes())
+        main = [p.main_param for p in own if getattr(p, "main_param", None) is not None]
+        owned = {id(p) for p in (*own, *main)}
+        # A distributed optimizer may step shards, which are views of the parameters' memory.
+        memory = {p.untyped_storage().data_ptr() for p in own}
+        stepped = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+        return any(id(p) in owned or p.untyped_storage().data_ptr() in memory for p in stepped)

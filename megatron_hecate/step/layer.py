@@ -1,0 +1,257 @@
+"""The FSSDP layer: one iteration on one screen.
+
+materialize  before the attention  first forward of an iteration: plan from the forecast, begin
+                                   to fetch replicas
+begin        before the router     choose the replicas that this forward computes with
+late         `preprocess`          if enabled: measured loads -> late replicas where they pay
+reroute      `preprocess`          measured loads -> quotas -> a holder of its expert for each token
+observe      `dispatch`            count this microbatch's tokens per expert
+dispatch, experts, combine         Megatron's methods, over physical experts
+backward     `replicas`            fetch dropped replicas again; return gradients during the
+                                   attention's backward
+step         Megatron's optimizer, on homes
+
+CUDA graphs may hold the router, and `preprocess` too. The host's decisions are then made before the
+graph (`GraphedBlock`) and read after the graph, in `dispatch`: no Python runs inside a graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module
+
+from megatron_hecate import trace
+from megatron_hecate.faults.watchdog import here
+from megatron_hecate.megatron.forward_pass import ForwardPass
+from megatron_hecate.megatron.training_state import Forward, captures_graph
+from megatron_hecate.step.layer_state import LayerState
+from megatron_hecate.step.prefetch import Prefetcher
+
+
+class FSSDPLayer:
+    """Mixin in front of ``MoELayer``.
+
+    Attributes:
+        fssdp: state of this layer.
+        prefetcher: prefetcher of all layers of the model.
+    """
+
+    fssdp: LayerState
+    prefetcher: Prefetcher
+
+    def before_attention(self, hidden: Tensor | None) -> Tensor | None:
+        """Prepare this layer before the attention in front of it runs.
+
+        Args:
+            hidden: input of the attention, any shape, or a tensor that the input is computed from.
+
+        Returns:
+            ``hidden``, with an autograd node where reductions wait for the attention's backward.
+        """
+        state = self.fssdp
+        if captures_graph():
+            return hidden
+        if state.is_begun:
+            # a replay has prepared the layer already, before the graph
+            if state.running.is_replayed:
+                return hidden
+            # an earlier forward was aborted before its dispatch
+            state.break_off()
+        # before the homes are joined to replicas, because autograd runs later nodes first
+        if hidden is not None:
+            hidden = state.parts.experts.reduction_point.before_attention(hidden)
+        purpose = Forward.running(self, gradients=self.prefetcher.gradients)
+        self.prefetcher.before_attention(state.index, purpose)
+        return hidden
+
+    def attention_hook(self, _: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Call `before_attention` as a forward pre-hook of an attention outside of CUDA graphs."""
+        if not inputs:
+            self.before_attention(None)
+            return None
+        return (self.before_attention(inputs[0]), *inputs[1:])
+
+    def begin(self) -> None:
+        """Begin a forward on the host, before the router or the graph that holds the router.
+
+        Idempotent within a forward.
+        """
+        state = self.fssdp
+        if state.is_begun:
+            return
+        here.reach(state.name)
+        purpose = Forward.running(self, gradients=self.prefetcher.gradients)
+        replicas = self.prefetcher.materialize(state.index, purpose)
+        state.running = ForwardPass(purpose, replicas, state.joined_homes, trace.is_on())
+        state.parts.experts.running = state.running
+        state.is_begun = True
+        state.joined_homes = None
+        if replicas is not None or state.always_physical:
+            state.place(replicas)
+
+    def route(
+        self, hidden_states: Tensor, *args: Tensor | None, **kwargs: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        if not captures_graph():
+            self.begin()
+        probs, routing_map = super().route(hidden_states, *args, **kwargs)
+        if routing_map is not None:
+            self.fssdp.check_routes(routing_map)
+        return probs, routing_map
+
+    def preprocess(
+        self, hidden_states: Tensor, probs: Tensor, routing_map: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        # without a map, a graph has rerouted the tokens
+        if routing_map is not None:
+            probs, routing_map = self._to_physical(probs, routing_map)
+        return super().preprocess(hidden_states, probs, routing_map)
+
+    def _to_physical(self, probs: Tensor, routing_map: Tensor) -> tuple[Tensor, Tensor]:
+        """Convert routes to physical experts, and choose the dispatcher.
+
+        Routes stay logical where this forward has no replicas, unless a graph's replay may have
+        some.
+        """
+        state = self.fssdp
+        rerouter = state.rerouter
+        # a graph is captured outside of any forward
+        running = state.running
+        captured = captures_graph()
+        if captured:
+            by_quotas = state.always_physical
+            late = False
+        else:
+            assert running is not None, f"{state.name}: a forward without begin"
+            by_quotas = running.replicas is not None
+            late = state.current.expects_late
+        if captured and state.always_physical and rerouter.placed is None:
+            # graphs are warmed up and captured before the first iteration places replicas
+            state.place(None)
+        chosen = rerouter.without_padding(routing_map, probs)
+        counted = rerouter.count(chosen, None if captured else self._sums_of(running, chosen))
+        if by_quotas or late:
+            loads = self._as_span("loads", rerouter.gather_loads, counted)
+            if late and running is not None and running.purpose is Forward.MICROBATCH:
+                add_late = self.prefetcher.add_late_replicas
+                running.replicas = self._as_span("late", add_late, state.index, loads)
+                if by_quotas := running.replicas is not None:
+                    state.place(running.replicas)
+        # late replicas may just have been added
+        physical = by_quotas or state.always_physical
+        dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
+        if self.token_dispatcher is not dispatcher:
+            self.token_dispatcher = dispatcher
+        if by_quotas:
+            routing_map, probs, exchange = self._as_span(
+                "quotas", rerouter.reroute, probs, counted, loads
+            )
+            if exchange is not None:
+                dispatcher.expect(routing_map, exchange)
+        elif physical:
+            routing_map, probs = rerouter.to_homes(probs, counted)
+        dispatcher.expert_loads = counted.loads
+        return probs, routing_map
+
+    def _sums_of(self, running: ForwardPass, routing_map: Tensor) -> Tensor | None:
+        """Return the load monitor's sums for a microbatch's own forward, and mark it as counted."""
+        if running.purpose is not Forward.MICROBATCH:
+            return None
+        running.is_counted = True
+        return self.prefetcher.monitor.counts(self.fssdp.index, routing_map.device)
+
+    def _as_span(self, what: str, step: Callable[..., Any], *args: Any) -> Any:
+        """Call ``step`` with ``args``, as a span of the forward where spans are recorded."""
+        running = self.fssdp.running
+        if running is None or not running.is_traced:
+            return step(*args)
+        with trace.span(what, self.fssdp.name):
+            return step(*args)
+
+    def dispatch(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.fssdp
+        if not state.is_begun:
+            # a recomputation begins here if Megatron's graphs hold the router
+            self.begin()
+        running = state.running
+        # from here on, the next call of `begin` begins another forward
+        state.is_begun = False
+        if running.purpose is Forward.MICROBATCH:
+            loads = None if running.is_counted else self.token_dispatcher.expert_loads
+            self.prefetcher.dispatched(state.index, loads, running.replicas)
+        if not running.is_traced:
+            return here.through(state.name, super().dispatch, *args, **kwargs)
+        with trace.span("dispatch", state.name):
+            return here.through(state.name, super().dispatch, *args, **kwargs)
+
+    def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.fssdp
+        monitor = self.prefetcher.monitor
+        running = state.running
+        if running.is_traced:
+            with trace.span("experts", state.name):
+                computed = super().routed_experts_compute(*args, **kwargs)
+        else:
+            computed = super().routed_experts_compute(*args, **kwargs)
+        if monitor.measures and running.purpose is Forward.MICROBATCH:
+            sent = getattr(self.token_dispatcher, "input_splits", None)
+            monitor.computed(state.index, running, sent)
+        return computed
+
+    def combine(self, *args: Any, **kwargs: Any) -> Any:
+        state = self.fssdp
+        if not state.running.is_traced:
+            return here.through(state.name, super().combine, *args, **kwargs)
+        with trace.span("combine", state.name):
+            return here.through(state.name, super().combine, *args, **kwargs)
+
+    def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
+        """Compute delayed weight gradients.
+
+        Megatron's combined schedule calls it for the routed experts, and with
+        ``delay_wgrad_compute`` again for the shared experts after the attention's backward. The
+        return of gradients runs between the two calls.
+        """
+        super().backward_dw(routed_experts, shared_experts)
+        if shared_experts:
+            self.experts.settle()
+            self.experts.reduction_point.reach()
+
+
+class GraphedBlock:
+    """Mixin in front of a transformer layer with experts of which CUDA graphs hold parts.
+
+    It replaces the hooks: no hook runs inside a graph, and Megatron's graphs refuse modules with
+    hooks.
+    """
+
+    mlp: FSSDPLayer
+
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._before_attention(args, kwargs)
+        return super()._forward_attention(*args, **kwargs)
+
+    def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
+        if self.mlp.fssdp.is_begun:
+            self.mlp.fssdp.break_off()
+        args, kwargs = self._before_attention(args, kwargs)
+        self.mlp.begin()
+        self.mlp.fssdp.running.is_replayed = True
+        return super()._te_cuda_graph_replay(*args, **kwargs)
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
+        if not captures_graph():
+            self.mlp.begin()
+        return super()._forward_mlp(*args, **kwargs)
+
+    def _before_attention(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the block's arguments with `FSSDPLayer.before_attention` applied to the input."""
+        if args:
+            return (self.mlp.before_attention(args[0]), *args[1:]), kwargs
+        hidden = self.mlp.before_attention(kwargs["hidden_states"])
+        return args, {**kwargs, "hidden_states": hidden}

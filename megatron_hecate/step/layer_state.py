@@ -1,0 +1,383 @@
+"""State of one converted layer: placement, replicas, and microbatches in flight.
+
+The state makes no decisions about time: `prefetch` calls the state, never the reverse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import sys
+from collections import deque
+from collections.abc import Callable
+from itertools import chain
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megatron_hecate.comm.agreement import assert_same
+from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.comm.transport import TransferPlan, Transport
+from megatron_hecate.config import HecateConfig
+from megatron_hecate.megatron.cuda_graphs import holds_preprocess
+from megatron_hecate.megatron.dispatcher import CountedAlltoAll
+from megatron_hecate.megatron.forward_pass import NO_ITERATION, ForwardPass, LayerIteration
+from megatron_hecate.megatron.rules import SettingSources
+from megatron_hecate.megatron.training_state import Forward, name_of_layer
+from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
+from megatron_hecate.replicas.autograd import PendingGradients
+from megatron_hecate.replicas.buffers import BufferPool
+from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.replicas.slots import ReplicaSlots
+from megatron_hecate.replicas.trained_parts import TrainedParts
+from megatron_hecate.routing.rerouter import Rerouter
+from megatron_hecate.step.layer_parts import LayerParts
+
+
+class Uncopied:
+    """Mixin of objects on a model that cannot be copied or pickled with the model."""
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            "a model with FSSDP cannot be copied or pickled, as its replicas belong to one model; "
+            "build another model and load this one's state_dict(), or copy it before the hook"
+        )
+
+
+class LayerState(Uncopied):
+    """State of one converted layer on this rank.
+
+    Args:
+        parts: parts of the layer.
+        index: index of the layer on this rank.
+        config: settings on which all ranks have agreed.
+        world: nodes and speeds of the FSSDP group.
+        transport: transport of the layer's FSSDP group.
+    """
+
+    def __init__(
+        self,
+        parts: LayerParts,
+        index: int,
+        config: HecateConfig,
+        *,
+        world: World,
+        transport: Transport,
+    ) -> None:
+        layer = parts.layer
+        self.parts = parts
+        self.index = index
+        self.config = config
+        self.world = world
+        self.transport = transport
+        # True if replicas live for a whole iteration.
+        self.keeps_replicas = config.lifetime == "iteration"
+        self._delays_wgrad = parts.experts.delayed is not None
+        self.name = name_of_layer(layer)
+        self.group = layer.ep_group
+        self.stock_dispatcher = layer.token_dispatcher
+        self.physical_dispatcher = parts.physical_dispatcher
+        self.rerouter = self._rerouter()
+        captured = holds_preprocess(SettingSources(layer.config))
+        self.always_physical = config.slots + config.rehome > 0 and (
+            self.rerouter.always_physical or captured
+        )
+        if captured:
+            # A CUDA graph returns the dispatcher's attributes that are listed by name.
+            for dispatcher in (self.stock_dispatcher, self.physical_dispatcher):
+                dispatcher.cudagraph_attrs.append("expert_loads")
+        # Current homes.
+        self.homes = parts.homes_only
+        # The running iteration, or the last one.
+        self.current = LayerIteration(placement=self.homes, planned=self.homes)
+        self.running: ForwardPass | None = None
+        # True if the running forward has its replicas and has not dispatched its tokens.
+        self.is_begun = False
+        # Homes of the next forward, joined before the attention in front of the layer.
+        self.joined_homes: tuple[PendingGradients, Tensor] | None = None
+        self._slots: ReplicaSlots | None = None
+        # Trained parameters of all ranks' experts in this iteration; ``None`` if all are trained.
+        self.trained: Callable[[], TrainedParts | None] = lambda: None
+        # The last placement whose transfers were prepared early, and the transfers.
+        self._early: tuple[Placement, TransferPlan] | None = None
+        # Version counters of the homes' weights at the last fetch.
+        self._fetched_versions: list[int] = []
+        # Sizes by number of microbatches and `in_schedule`.
+        self._shapes: dict[tuple[int, bool], LayerShape] = {}
+        # Of the last `copy_cost`: sizes, seconds of one fetch, hidden fetches, result.
+        self._last_cost: tuple[LayerShape, float, float, CopyCost] | None = None
+        # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
+        # a thread without the schedule's stack.
+        self.in_schedule = True
+        # Plans of the running iteration and of the last one, in order.
+        self.plans: list[Placement] = []
+        self._last_plans: list[Placement] = []
+        # Replicas of the microbatches whose backward has not run, one entry per pass, oldest first:
+        # Megatron's schedules preserve the order.
+        self._in_flight: deque[Replicas | None] = deque()
+
+    def _rerouter(self) -> Rerouter:
+        return Rerouter(
+            self.stock_dispatcher,
+            self.world,
+            label=self.name,
+            timeout=self.config.timeout,
+            exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
+        )
+
+    def break_off(self) -> None:
+        """Forget a begun forward, which was aborted."""
+        self.running = None
+        self.is_begun = False
+
+    def drop_prepared(self) -> None:
+        """Drop prepared replicas of an aborted forward, because weights may have changed since."""
+        current = self.current
+        current.is_prepared = False
+        if not self.keeps_replicas and current.replicas is not None:
+            # No microbatch computes with the replicas.
+            self.finish_backward(current.replicas)
+            current.replicas = None
+
+    def check_routes(self, routing_map: Tensor) -> None:
+        """Raise a ValueError if a custom router returns anything but a bool map [T, E]."""
+        experts = self.homes.num_experts
+        if routing_map.dtype is not torch.bool or routing_map.shape[-1:] != (experts,):
+            raise ValueError(
+                f"{self.name}: {type(self.parts.layer.router).__name__} returned a routing map of "
+                f"{routing_map.dtype} {list(routing_map.shape)}, FSSDP reads a bool map over "
+                f"{experts} experts; use Megatron's TopKRouter, or leave --moe-fssdp off"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        """Current homes and replicas."""
+        return self.current.placement
+
+    @property
+    def planned(self) -> Placement:
+        """Current homes and replicas, late replicas excluded."""
+        return self.current.planned
+
+    @property
+    def plan(self) -> TransferPlan | None:
+        """Transfers that fetch this iteration's replicas; ``None`` without replicas."""
+        return self.current.plan
+
+    @property
+    def replicas(self) -> Replicas | None:
+        """Replicas of the next or running forward."""
+        return self.current.replicas
+
+    def shape(self, microbatches: int) -> LayerShape:
+        """Return the layer's sizes for the cost model, for iterations of ``microbatches``."""
+        # The key is made once: the planning thread also calls this method, and the main thread may
+        # change `in_schedule` meanwhile.
+        key = (microbatches, self.in_schedule)
+        if key not in self._shapes:
+            self._shapes[key] = self._shape(*key)
+        return self._shapes[key]
+
+    def _shape(self, microbatches: int, in_schedule: bool) -> LayerShape:
+        return self.parts.shape(
+            self.config.lifetime, microbatches=microbatches, in_schedule=in_schedule
+        )
+
+    def copy_cost(self, microbatches: int, meter: OverlapMeter) -> CopyCost:
+        """Return the cost of replicas that serve ``microbatches``."""
+        shape = self.shape(microbatches)
+        degree = self.config.overlap_degree
+        # Read once: the planning thread also calls this method.
+        last = self._last_cost
+        if last is not None and last[0] is not shape:
+            last = None
+        fetch = shape.fetch_seconds(self.world) if last is None else last[1]
+        hidden = 0.0
+        # Measured times differ from run to run, so deterministic mode does without.
+        if degree is None and not self.parts.layer.config.deterministic_mode:
+            hidden = meter.degree(fetch)
+        if last is not None and last[2] == hidden:
+            return last[3]
+        cost = shape.copy_cost(self.world, hidden=hidden, scatters=self.transport.scatters)
+        if degree is not None:
+            # The given number of fetches is hidden, and is the upper bound.
+            cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
+        self._last_cost = (shape, fetch, hidden, cost)
+        return cost
+
+    def slots_in(self, pool: BufferPool) -> ReplicaSlots:
+        """Return the layer's replica slots in the buffers of ``pool``."""
+        if self._slots is None or self._slots.pool is not pool:
+            self._slots = ReplicaSlots(
+                self.index, self.parts.experts, pool, self.name, self.trained
+            )
+        return self._slots
+
+    def check_agreement(self, placement: Placement) -> None:
+        """Check that a new placement is valid and equal on all ranks.
+
+        Only in Python's development mode (``PYTHONDEVMODE=1``).
+        """
+        if sys.flags.dev_mode:
+            placement.check(num_slots=self.config.slots)
+            assert_same(
+                placement.fingerprint, self.group, label=self.name, timeout=self.config.timeout
+            )
+
+    def set_plan(self, placement: Placement, iteration: int) -> None:
+        """Set the replicas of a new iteration."""
+        self.current = LayerIteration(placement, placement, iteration, self._transfers(placement))
+
+    def add_late(self, placement: Placement) -> None:
+        """Change the replicas to ``placement``, which includes late replicas."""
+        self.current.placement = placement
+        self.current.plan = self._transfers(placement)
+
+    def prepare_transfers(self, placement: Placement) -> None:
+        """Prepare the transfers of ``placement``, a possible plan, in any thread."""
+        if placement.num_replicas and self._slots is not None:
+            plan = TransferPlan.from_placement(placement, self.group.rank())
+            self.transport.prepare(plan, self._slots.sizes)
+            self._early = (placement, plan)
+
+    def _transfers(self, placement: Placement) -> TransferPlan | None:
+        if not placement.num_replicas:
+            return None
+        early = self._early
+        if early is not None and early[0] is placement:
+            return early[1]
+        return TransferPlan.from_placement(placement, self.group.rank())
+
+    def weights_were_written(self) -> bool:
+        """Return whether homes' weights were written in place since the last fetch.
+
+        Version counters show the writes.
+
+        Raises:
+            RuntimeError: if only some weights were written: other ranks may have written none, and
+                would not fetch.
+        """
+        # Nothing was fetched, or every forward fetches.
+        if self.current.plan is None or self.config.lifetime == "microbatch":
+            return False
+        versions = self._versions()
+        if versions == self._fetched_versions:
+            return False
+        unwritten = sum(map(operator.eq, versions, self._fetched_versions))
+        if unwritten:
+            raise RuntimeError(
+                f"{self.name}: {len(versions) - unwritten} of {len(versions)} weights of experts "
+                "were written within a call of Megatron's schedule, after replicas had been "
+                "fetched; write them between calls, write all of them on all ranks, or use "
+                "--moe-fssdp-lifetime microbatch, which fetches in every forward"
+            )
+        return True
+
+    def _versions(self) -> list[int]:
+        homes = chain.from_iterable(self.parts.experts.homes())
+        return list(map(operator.attrgetter("_version"), homes))
+
+    def renew_plan(self) -> None:
+        """Replace the transfer plan by an equal one, so that replicas are fetched again.
+
+        Buffers compare plans by identity: a buffer that was filled with the old plan is filled
+        again.
+        """
+        self._fetched_versions = self._versions()
+        if self.current.plan is not None:
+            self.current.plan = self.current.plan.renewed()
+
+    def move_homes(self, homes: Placement) -> None:
+        """Change the experts' homes, between two iterations.
+
+        Megatron's own dispatcher knows only the original homes, so physical experts stay in use.
+        """
+        self.homes = homes
+        self.always_physical = True
+        # Plans with the old homes cannot be repeated.
+        self._last_plans = []
+        self.plans = []
+        self.set_plan(homes, NO_ITERATION)
+
+    def replicas_of(self, purpose: Forward) -> Replicas | None:
+        """Return the replicas of a forward.
+
+        Evaluation has none: its weights may differ from training's (averages, for example).
+        """
+        if purpose is Forward.OTHER:
+            return None
+        if purpose is Forward.RECOMPUTED and not self.keeps_replicas:
+            return self._in_flight[0]
+        return self.current.replicas
+
+    def place(self, replicas: Replicas | None) -> None:
+        """Route the running forward to homes and ``replicas``."""
+        placement = self.homes if replicas is None else replicas.placement
+        if self.rerouter.placed is not placement:
+            self.rerouter.place(placement, self.parts.experts.home(0)[0].device)
+
+    def join_homes_early(self, purpose: Forward) -> None:
+        """Join homes before the attention, whose backward then hides the return of gradients."""
+        self.joined_homes = None
+        if self.replicas_of(purpose) is not None and torch.is_grad_enabled():
+            self.joined_homes = PendingGradients.join_homes(
+                self.parts.experts.homes(), self.parts.experts.layout
+            )
+
+    def forwarded(self, replicas: Replicas | None) -> None:
+        """Record a microbatch's forward with ``replicas``, which a backward follows."""
+        if not self.keeps_replicas:
+            self._in_flight.append(replicas)
+
+    @property
+    def awaits_backward(self) -> bool:
+        """True if a microbatch is known that may be recomputed."""
+        return self.keeps_replicas or bool(self._in_flight)
+
+    @property
+    def awaits_microbatch(self) -> bool:
+        """True if the backward of a microbatch with replicas of its own has not run."""
+        return any(replicas is not None for replicas in self._in_flight)
+
+    def next_kept_plan(self) -> Placement | None:
+        """Return the plan of the last iteration at this point, if there was one."""
+        at = len(self.plans)
+        return self._last_plans[at] if at < len(self._last_plans) else None
+
+    def skip_stock_backward(self) -> bool:
+        """Return whether the oldest microbatch ran stock code, and forget it then.
+
+        A backward of stock code has no node of FSSDP. Without gradients the microbatch is kept:
+        under a checkpoint inside another one, the same forward is computed once more.
+        """
+        if not self._in_flight or self._in_flight[0] is not None:
+            return False
+        if torch.is_grad_enabled():
+            self._in_flight.popleft()
+        return True
+
+    def fetch_again(self) -> None:
+        """Begin to fetch the oldest microbatch's dropped replicas, before its backward."""
+        if self._in_flight and self._in_flight[0] is not None:
+            self._in_flight[0].start()
+
+    def finish_backward(self, replicas: Replicas) -> None:
+        """Free ``replicas`` after the last backward of their microbatch."""
+        while replicas in self._in_flight:
+            self._in_flight.popleft()
+        replicas.slots.pool.free(replicas.buffer)
+
+    def abandon(self) -> None:
+        """Forget microbatches of an ended iteration whose backward has not run."""
+        self._in_flight.clear()
+        self._last_plans = self.plans
+        self.plans = []
+        if self._delays_wgrad:
+            self.parts.experts.drop_delayed()
+            self.parts.experts.unsettled = None
+        last = self.current
+        self.current = LayerIteration(last.placement, last.planned)
+        self.joined_homes = None
+        if self.is_begun:
+            self.break_off()

@@ -1,0 +1,277 @@
+"""Load monitor: tokens of each expert of each layer, summed over the FSSDP group.
+
+The kernel that counts a forward's tokens adds them to the sums. At the end of the iteration one
+asynchronous all-reduce sums the counts of all layers while the optimizer steps; the result is read
+at the start of the next iteration. Its forecast uses the loads of previous iterations (`forecast`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hecate.comm.collectives import wait_collective
+from megatron_hecate.comm.overlap import MEASURED, OverlapMeter
+from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.megatron.forward_pass import ForwardPass
+from megatron_hecate.step.forecast import LoadHistory
+from megatron_hecate.step.token_counts import TokenCounts
+
+# Numbers that every sum of loads includes after the counts: the meter's, and frozen parameters.
+_INCLUDED: int = MEASURED + 1
+
+# Value of host memory until a sum of counts is copied into it.
+NOT_HERE: int = -1
+
+
+class GroupSum:
+    """Asynchronous all-reduce over a group, with a copy of the sum to the host.
+
+    Collective: every rank must make it at the same point.
+
+    Args:
+        counts: this rank's counts, int64; the sum is written into the tensor.
+        group: process group of the all-reduce.
+        timeout: seconds to wait for the group's ranks.
+        what: name of the sum, for errors.
+        stream: stream that copies results on a GPU, so that reading waits for this sum alone.
+    """
+
+    def __init__(
+        self,
+        counts: Tensor,
+        group: dist.ProcessGroup,
+        *,
+        timeout: float,
+        stream: torch.cuda.Stream | None,
+        what: str = "sum of the loads",
+    ) -> None:
+        work = dist.all_reduce(counts, group=group, async_op=True)
+        self._is_copied = stream is not None
+        if stream is None:
+            self._host = counts
+            self._ready = work.is_completed
+            self._wait: Callable[[], Any] = partial(
+                wait_collective,
+                work,
+                counts,
+                group,
+                what=what,
+                label="begin of an iteration",
+                timeout=timeout,
+            )
+            return
+        self._host = torch.full(counts.shape, NOT_HERE, dtype=counts.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            work.wait()
+            self._host.copy_(counts, non_blocking=True)
+            counts.record_stream(stream)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._ready = copied.query
+        self._wait = copied.synchronize
+
+    @property
+    def ready(self) -> bool:
+        """True if `read` does not block."""
+        return self._ready()
+
+    def read(self) -> np.ndarray:
+        """Wait for the sum and return it."""
+        self._wait()
+        return self._host.numpy()
+
+    def peek(self, length: int) -> np.ndarray | None:
+        """Return a copy of the sum's first ``length`` numbers, or ``None`` before they arrive.
+
+        Any thread may call it: on a GPU the content of host memory decides, without a CUDA call.
+        """
+        first = self._host.numpy()[:length]
+        if not self._is_copied:
+            return first.copy() if self._ready() else None
+        seen = first.copy()
+        return None if (seen == NOT_HERE).any() else seen
+
+
+class LoadMonitor:
+    """Counter of this rank's tokens per layer and expert, with sums over the group.
+
+    Args:
+        shape: number of layers on this rank, and largest number of experts of any layer, (L, E).
+        group: ranks whose tokens the layers' experts share.
+        timeout: seconds to wait for the group's ranks.
+        meter: meter whose measurements the all-reduce includes.
+        count_frozen: function that returns the number of frozen parameters of this rank's experts.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        group: dist.ProcessGroup,
+        *,
+        timeout: float,
+        meter: OverlapMeter | None = None,
+        count_frozen: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._shape = shape
+        self._group = group
+        self._timeout = timeout
+        self._meter = meter or OverlapMeter()
+        self._count_frozen = count_frozen
+        # Frozen parameters of all ranks at the last sum; ``None`` before the first sum.
+        self.num_frozen: int | None = None
+        self._size = shape[0] * shape[1]
+        # Counts [L * E], measurements, and tokens of home ranks where the recorder distinguishes
+        # microbatches; int64, allocated on the device of the first loads.
+        self._sums: Tensor | None = None
+        # Views of the counts, [E] per layer.
+        self._counts: Sequence[Tensor]
+        self._reduced: GroupSum | None = None
+        self._stream: torch.cuda.Stream | None = None
+        # A new object in every iteration.
+        self.history = LoadHistory()
+        # A history, and the same one with the expected sum in flight appended, see `extend_early`.
+        self._extended: tuple[LoadHistory, LoadHistory] | None = None
+        # `record.layer_recorder.LayerRecorder`, whose measurements the all-reduce includes.
+        self.recorder: Any = None
+
+    def counts(self, layer: int, device: torch.device) -> Tensor:
+        """Return the counts to which a microbatch of ``layer`` is added, [E] int64 on ``device``.
+
+        Call it once per microbatch. The largest layer's number of experts is E; other layers have
+        fewer.
+        """
+        if self._sums is None:
+            more = _INCLUDED if self.recorder is None else _INCLUDED + self.recorder.begin()
+            with lasting_tensors():
+                self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=device)
+                self._counts = self._sums[: self._size].view(self._shape).unbind()
+        microbatches = self._microbatches
+        if microbatches is not None:
+            return microbatches.next_of(layer)
+        return self._counts[layer]
+
+    def count(self, layer: int, loads: Tensor) -> None:
+        """Add one microbatch of ``layer``, with this rank's tokens per expert ``loads`` [E]."""
+        # `+=` on an item would also copy the result back.
+        self.counts(layer, loads.device)[: loads.shape[0]].add_(loads)
+
+    @property
+    def _microbatches(self) -> TokenCounts | None:
+        """Counts of single microbatches, where a recorder needs them."""
+        return None if self.recorder is None else self.recorder.counts
+
+    @property
+    def measures(self) -> bool:
+        """True if a recorder uses the measurements of `computed`."""
+        return self.recorder is not None and self.recorder.measures
+
+    def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
+        """Record a microbatch's forward after the experts of ``layer`` have computed.
+
+        Args:
+            layer: index of the layer.
+            forward: the forward, which has the rows of the experts' input.
+            sent: tokens from this rank to each rank, where the dispatcher knows the numbers.
+        """
+        if self.recorder is not None:
+            self.recorder.computed(layer, forward, sent)
+
+    def start_reduce(self) -> bool:
+        """Start the all-reduce of this iteration's counts. Collective.
+
+        Returns:
+            False if there are no counts, or their all-reduce has been started already.
+        """
+        if self._sums is None or self._reduced is not None:
+            return False
+        sums = self._sums
+        self._sums = None
+        more = np.asarray([*self._meter.measured(), self._count_frozen()], dtype=np.int64)
+        if self.recorder is not None:
+            more = np.concatenate([more, self.recorder.measured()])
+        counts, measured, of_ranks = sums.split(
+            [self._size, len(more), len(sums) - self._size - len(more)]
+        )
+        own = torch.from_numpy(more)
+        measured.copy_(own.pin_memory() if sums.is_cuda else own, non_blocking=True)
+        if self._microbatches is not None:
+            taken = self._microbatches.take()
+            counts.copy_(taken[: self._size])
+            of_ranks.copy_(taken[self._size :])
+        if sums.is_cuda:
+            self._stream = self._stream or torch.cuda.Stream()
+        self._reduced = GroupSum(sums, self._group, timeout=self._timeout, stream=self._stream)
+        return True
+
+    def peek(self) -> Callable[[], tuple[np.ndarray, list[int]] | None]:
+        """Return a function that reads the started sum, for use in any thread.
+
+        The function returns the loads [L, E] and the meter's measurements, or ``None`` while the
+        sum is in flight.
+        """
+        assert self._reduced is not None, "no sum has been started"
+        started = self._reduced
+        size = self._size
+        shape = self._shape
+
+        def look() -> tuple[np.ndarray, list[int]] | None:
+            sums = started.peek(size + MEASURED)
+            if sums is None:
+                return None
+            return sums[:size].reshape(shape), sums[size:].tolist()
+
+        return look
+
+    def finish_reduce(self) -> None:
+        """Sum the counts, wait, and add the result to the history. Does nothing without counts."""
+        self.start_reduce()
+        self.collect()
+
+    def collect(self) -> None:
+        """Add a started sum to the history.
+
+        Not collective: the all-reduce has been started, so any rank may call it at any time.
+        """
+        if self._reduced is not None:
+            sums = self._reduced.read()
+            self._reduced = None
+            load = sums[: self._size].reshape(self._shape)
+            self.history = self._extend(load)
+            *measured, self.num_frozen = sums[self._size :][:_INCLUDED].tolist()
+            self._meter.agree(measured)
+            if self.recorder is not None:
+                self.recorder.take(load, sums[self._size + _INCLUDED :])
+
+    def extend_early(self, history: LoadHistory, load: np.ndarray) -> LoadHistory:
+        """Return ``history`` extended by ``load``, with its forecast, in any thread.
+
+        If it was made from the current history and ``load`` is the sum in flight, the copy becomes
+        the history: `collect` then takes less time.
+        """
+        extended = history.extended(load)
+        extended.forecast()
+        self._extended = (history, extended)
+        return extended
+
+    def _extend(self, load: np.ndarray) -> LoadHistory:
+        """Return the history extended by ``load``."""
+        early = self._extended
+        self._extended = None
+        if early is not None:
+            base, extended = early
+            if base is self.history and np.array_equal(extended.last, load):
+                return extended
+        return self.history.extended(load)
+
+    def collect_ready(self) -> bool:
+        """Collect a sum that has arrived, without waiting; return whether none is in flight."""
+        if self._reduced is not None and self._reduced.ready:
+            self.collect()
+        return self._reduced is None

@@ -1,0 +1,400 @@
+"""Prefetching: one `Prefetcher` per model and rank fetches replicas ahead of their layers.
+
+Hooks of Megatron call the prefetcher, and it calls the layers' states.
+
+| hook | action |
+|---|---|
+| `begin_chunk` | fetches a model chunk's first layer: embedding and dense layers run first |
+| `before_attention` | fetches further layers, while this layer's attention runs |
+| `materialize` | returns the replicas of the forward |
+| `add_late_replicas` | fetches more replicas after the gate, where configured |
+| `dispatched` | counts the tokens of a microbatch |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.faults.watchdog import here
+from megatron_hecate.megatron import training_state
+from megatron_hecate.megatron.parameter_gathers import finish_gathers, gathers_params, start_gathers
+from megatron_hecate.megatron.training_globals import running_iteration
+from megatron_hecate.megatron.training_state import Forward
+from megatron_hecate.replicas.buffers import FETCHED_TOGETHER, LIFETIMES
+from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.step.gradient_returns import GradientReturns
+from megatron_hecate.step.iteration_tracker import IterationTracker
+from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast
+from megatron_hecate.step.layer_state import LayerState, Uncopied
+from megatron_hecate.step.load_monitor import LoadMonitor
+from megatron_hecate.step.model_buffers import ModelBuffers
+from megatron_hecate.step.model_check import check_model
+from megatron_hecate.step.trained_experts import TrainedExperts
+
+
+class Prefetcher(Uncopied):
+    """Prefetcher of the replicas of one model's layers on this rank.
+
+    Args:
+        states: states of all layers, in the order of the forward.
+        chunk_of: index of each layer's model chunk.
+        routes: loads that are known before the forward.
+    """
+
+    def __init__(
+        self, states: Sequence[LayerState], chunk_of: Sequence[int], routes: RoutesForecast
+    ) -> None:
+        self.states = states
+        self.chunk_of = chunk_of
+        # Stored, because lookups of submodules are slow.
+        self._experts: list[Module] = [state.parts.layer.experts for state in states]
+        # States of each chunk's layers, and for each layer the states of the next layers in the
+        # chunk that are prefetched with it.
+        self._states_of: list[list[LayerState]] = [[] for _ in range(max(chunk_of) + 1)]
+        for state, chunk in zip(states, chunk_of, strict=True):
+            self._states_of[chunk].append(state)
+        self._ahead: list[Sequence[LayerState]] = []
+        for of_chunk in self._states_of:
+            for place, state in enumerate(of_chunk, 1):
+                last = place + LIFETIMES[state.config.lifetime].ahead
+                self._ahead.append(of_chunk[place:last])
+        # Expected tokens of the running iteration, [L, E].
+        self.forecast: np.ndarray | None = None
+        self.routes = routes
+        self.meter = OverlapMeter()
+        self._trained = TrainedExperts(states)
+        for state in states:
+            state.trained = partial(self._trained.of_layer, state.index)
+        self.monitor = LoadMonitor(
+            (len(states), max(state.parts.homes_only.num_experts for state in states)),
+            states[0].rerouter.sources,
+            timeout=states[0].config.timeout,
+            meter=self.meter,
+            count_frozen=self._trained.count_frozen,
+        )
+        self.returns = GradientReturns(states, chunk_of)
+        self.tracker = IterationTracker(
+            [state.parts.passes for state in states],
+            on_begin=self._begin_iteration,
+            drop_unreturned=self.returns.drop,
+            waits_for=self.returns.wait_for,
+        )
+        # `homes.schedule.HomesSchedule`, where homes may move.
+        self.rehoming: Any = None
+        # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
+        self.gradients: bool | None = None
+        self.buffers = ModelBuffers(states, chunk_of)
+        # For each chunk, the schedule's call that ran the chunk's last forward.
+        self._calls: list[int | None] = [None] * (max(chunk_of) + 1)
+        # For each chunk, a version number that grows when weights may have changed between
+        # forwards.
+        self._weights_of = [0] * (max(chunk_of) + 1)
+        self._planner = LayerPlanner(
+            states, chunk_of, tracker=self.tracker, routes=self.routes, meter=self.meter
+        )
+        self._has_fetched = False
+        # Returns a line for each conflict outside of the experts; ``None`` once it was called.
+        self.find_conflicts: Callable[[], list[str]] | None = list
+
+    def begin_chunk(self, chunk_index: int, chunk: Module, *_: Any) -> None:
+        """Fetch the replicas of a chunk's first layer: from here on its weights do not change."""
+        self.gradients = torch.is_grad_enabled()
+        # A recomputed forward, or a schedule's call of one layer, ends without `end_chunk`.
+        self._break_off()
+        training = chunk.training and self.gradients and torch._C._current_graph_task_id() == -1
+        if not training or chunk_index not in self.chunk_of:
+            return
+        first = self.chunk_of.index(chunk_index)
+        self._enter_chunk(chunk_index)
+        experts = self._experts[first]
+        if not gathers_params(experts):
+            self.tracker.comes_to(first)
+            self._prepare(self.states[first], is_alone=True)
+        elif self.states[first].config.slots:
+            self.buffers.pool()
+            start_gathers(experts)
+
+    def end_chunk(self, *_: Any) -> None:
+        """End the forward of a model chunk, complete or aborted."""
+        self.gradients = None
+        self._break_off()
+
+    def _break_off(self) -> None:
+        for state in self.states:
+            if state.is_begun:
+                state.break_off()
+
+    def before_attention(self, index: int, purpose: Forward) -> None:
+        """Fetch replicas before the attention in front of layer ``index``."""
+        state = self.states[index]
+        if purpose is Forward.RECOMPUTED:
+            # If the forward is unknown, `materialize` raises the error.
+            if not self._was_seen(state):
+                return
+            state.fetch_again()
+        elif purpose is Forward.MICROBATCH:
+            # If no forward of the chunk runs, the schedule calls its layers one by one.
+            if self.gradients is None and index == self.chunk_of.index(self.chunk_of[index]):
+                self._enter_chunk(self.chunk_of[index])
+            if self.tracker.enter(index):
+                self.meter.attention(index, state.parts.experts.home(0)[0].device)
+            self._prepare_from(index)
+            if state.current.replicas is None:
+                state.joined_homes = None
+                return
+        state.join_homes_early(purpose)
+
+    def materialize(self, index: int, purpose: Forward) -> Replicas | None:
+        """Return the replicas of the forward of layer ``index``, planned and in flight.
+
+        Raises:
+            NotImplementedError: for a recomputed forward whose first pass looked like evaluation.
+        """
+        state = self.states[index]
+        if purpose is Forward.OTHER:
+            # An aborted forward may have left the flag.
+            state.current.expects_late = False
+            if torch.is_grad_enabled():
+                # A forward in `eval()` with gradients: its backward returns no gradients of
+                # replicas, and may be the last one before DDP reduces gradients.
+                self.returns.complete(self.chunk_of[index])
+        elif purpose is Forward.RECOMPUTED:
+            if not self._was_seen(state):
+                raise NotImplementedError(
+                    f"{state.name} is recomputed in the backward, but its forward ran without "
+                    "gradients, where it looks like evaluation; use --recompute-granularity, or "
+                    "torch's or TransformerEngine's checkpoint, and several backwards through one "
+                    "forward (retain_graph=True) only with --moe-fssdp-lifetime iteration"
+                )
+            if state.skip_stock_backward():
+                return None
+        else:
+            self.tracker.enter(index)
+            self._prepare(state)
+            state.current.is_prepared = False
+            return state.current.replicas
+        return state.replicas_of(purpose)
+
+    def add_late_replicas(self, index: int, loads: Tensor) -> Replicas | None:
+        """Fetch more replicas of layer ``index`` if its true loads make further copies pay.
+
+        Replicas that microbatches have computed with stay unchanged until the iteration ends.
+
+        Args:
+            index: index of the layer.
+            loads: tokens per source and expert, [N, E].
+
+        Returns:
+            The replicas of the running forward.
+        """
+        state = self.states[index]
+        state.current.expects_late = False
+        placement = self._planner.plan_late(state, loads)
+        if placement is not state.placement:
+            state.add_late(placement)
+            if state.current.replicas is None:
+                state.current.replicas = self._fetch(state)
+            else:
+                state.current.replicas.add_late(placement, state.plan)
+        return state.current.replicas
+
+    def dispatched(self, index: int, loads: Tensor | None, replicas: Replicas | None) -> None:
+        """Count one microbatch of layer ``index`` that a backward follows.
+
+        Args:
+            index: index of the layer.
+            loads: this rank's tokens per expert, [E]; ``None`` if the monitor has them already.
+            replicas: replicas of the forward.
+        """
+        if loads is not None:
+            self.monitor.count(index, loads)
+        self.tracker.forwarded(index)
+        self.meter.routed(index)
+        self.states[index].forwarded(replicas)
+
+    def gradients_wanted(self, chunk: int) -> None:
+        """Return waiting gradients of ``chunk`` to their homes, before DDP reduces gradients."""
+        self.returns.complete(chunk)
+
+    def iteration_ended(self) -> None:
+        """End the iteration after DDP has reduced gradients: weights may change from here on."""
+        if self.monitor.start_reduce() and self.states[0].config.slots:
+            self._planner.early.start(
+                self.states, self.monitor, self.meter, self.tracker.counted_microbatches or 1
+            )
+        self.tracker.weights_changed("DDP reduced gradients")
+        self.buffers.unbind()
+
+    def gradients_dropped(self) -> None:
+        """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
+        if self.returns.data_parallel is not None:
+            # Set the function before the first schedule runs: the first iteration needs it, too.
+            self.returns.data_parallel.set_no_sync_func()
+        self.returns.drop()
+        self.tracker.weights_changed("DDP zeroed gradients")
+
+    def _enter_chunk(self, chunk: int) -> None:
+        """Begin a forward of a model chunk.
+
+        Outside of a known schedule's call, weights may have changed since the last forward.
+        """
+        data_parallel = self.returns.data_parallel
+        call = None if data_parallel is None else data_parallel.schedule_call(chunk)
+        if call is None or call != self._calls[chunk]:
+            self._weights_of[chunk] += 1
+        self._calls[chunk] = call
+        for state in self._states_of[chunk]:
+            state.in_schedule = call is not None
+            if state.current.is_prepared:
+                state.drop_prepared()
+        has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
+        if has_ddp or self.tracker.has_seen_optimizer or chunk != self.chunk_of[0]:
+            return
+        # Without DDP and with an optimizer that is not torch's, nothing else ends an iteration.
+        if self.tracker.all_are_in and not self.returns.awaits_backward(self.tracker.forwards):
+            self.tracker.weights_changed()
+
+    def _was_seen(self, state: LayerState) -> bool:
+        """Return whether a recomputed forward was seen before, as a microbatch's."""
+        return state.awaits_backward and self.tracker.has_forwarded(state.index)
+
+    def _prepare_from(self, index: int) -> None:
+        """Begin to fetch missing replicas of layer ``index`` and of the next layers."""
+        state = self.states[index]
+        self._prepare(state)
+        if gathers_params(self._experts[index]):
+            # Waiting for the next layers' homes, still being gathered, would stall this layer.
+            return
+        ahead = self._ahead[index]
+        # Layers are prefetched in their order.
+        if not ahead or self._is_prefetched(ahead[-1]):
+            return
+        missing = [following for following in ahead if not self._is_prefetched(following)]
+        for following in missing[:FETCHED_TOGETHER]:
+            self._prepare(following)
+
+    def _is_prefetched(self, state: LayerState) -> bool:
+        """Return whether the layer needs no prefetch: replicas are in flight or were fetched."""
+        current = state.current
+        if current.is_prepared or not state.keeps_replicas:
+            return current.is_prepared
+        return current.number == self.tracker.iteration and self._has_fetched_weights(state)
+
+    def _prepare(self, state: LayerState, *, is_alone: bool = False) -> None:
+        """Begin to fetch the replicas of the layer's next microbatch.
+
+        Args:
+            state: state of the layer.
+            is_alone: whether to plan this layer only, instead of the next ones with it.
+        """
+        if state.current.is_prepared:
+            return
+        if state.config.slots:
+            # Collective: at the same point on all ranks, with or without replicas.
+            ahead = self._ahead[state.index]
+            following = self._experts[ahead[0].index] if ahead else None
+            finish_gathers(self._experts[state.index], following)
+        self._planner.plan_from(state.index, self.forecast, is_alone=is_alone)
+        current = state.current
+        current.is_prepared = True
+        if not self._needs_fetch(state):
+            return
+        is_first = current.fetched_weights is None
+        if is_first or self._weights_may_differ(state):
+            current.fetched_weights = self._weights_of[self.chunk_of[state.index]]
+            state.renew_plan()
+        if state.keeps_replicas and not is_first:
+            if current.replicas is not None and current.plan is not None:
+                current.replicas.refresh(current.plan)
+            return
+        current.expects_late = (
+            state.config.late_replicas > 0
+            and not self.routes.are_known[state.index]
+            and not self._planner.is_paused
+        )
+        current.replicas = None if current.plan is None else self._fetch(state)
+
+    def _needs_fetch(self, state: LayerState) -> bool:
+        """Return whether the layer's next forward needs weights that have not been fetched yet."""
+        current = state.current
+        if current.number != self.tracker.iteration or current.fetched_weights is None:
+            return True
+        if state.parts.passes > 1 and self.tracker.is_within_microbatch(state.index):
+            # If weights have changed, a forward was aborted between two passes, and this one is the
+            # next.
+            return not self._has_fetched_weights(state)
+        return not state.keeps_replicas or self._weights_may_differ(state)
+
+    def _has_fetched_weights(self, state: LayerState) -> bool:
+        """Return whether the last fetch had the number of the chunk's present weights."""
+        return state.current.fetched_weights == self._weights_of[self.chunk_of[state.index]]
+
+    def _weights_may_differ(self, state: LayerState) -> bool:
+        """Return whether weights of the layer's homes may have changed since its last fetch."""
+        return not self._has_fetched_weights(state) or state.weights_were_written()
+
+    def _fetch(self, state: LayerState) -> Replicas:
+        """Begin to fetch the planned replicas, for one microbatch or for the whole iteration."""
+        self._has_fetched = True
+        try:
+            replicas = Replicas(
+                state.slots_in(self.buffers.pool()),
+                state.placement,
+                state.plan,
+                passes=state.parts.passes,
+                # Where layers share buffers, another layer's backward may run between two passes.
+                is_last=partial(self.returns.is_last, state) if state.keeps_replicas else None,
+                meter=self.meter,
+            )
+        except RuntimeError:
+            # A loop that catches the error begins a new iteration, with all buffers free.
+            self.tracker.weights_changed()
+            raise
+        if not state.keeps_replicas:
+            replicas.after_backward = state.finish_backward
+        if state.config.lifetime == "layer":
+            replicas.before_backward = self._fetch_for_backward
+        self.returns.live.add(replicas)
+        replicas.start()
+        return replicas
+
+    def _fetch_for_backward(self, replicas: Replicas) -> None:
+        """Fetch dropped replicas again, and prefetch the previous layer's (lifetime ``layer``)."""
+        replicas.start()
+        before = replicas.slots.index - 1
+        if before >= 0 and self.chunk_of[before] == self.chunk_of[before + 1]:
+            self.states[before].fetch_again()
+
+    def _begin_iteration(self) -> None:
+        if self.find_conflicts is not None:
+            check_model(self.states, self.find_conflicts, self.tracker)
+            self.find_conflicts = None
+        # If weights were loaded in the middle of an iteration, gradients may still wait.
+        self.returns.complete()
+        if self.tracker.microbatches is None:
+            # No iteration has been counted yet.
+            self.tracker.microbatches = training_state.num_microbatches()
+        self._planner.begin_iteration(keeps_plans=self.tracker.repeats_last())
+        if not self._planner.keeps_plans:
+            self.returns.begin_iteration(self.tracker.microbatches)
+        here.iteration = running_iteration() or here.iteration + 1
+        self.buffers.begin_iteration(self.tracker.ended_because)
+        if self._has_fetched:
+            self.meter.fetched()
+        for state in self.states:
+            state.abandon()
+        self.monitor.finish_reduce()
+        self.forecast = self.routes.begin_iteration(self.monitor.history.forecast())
+        if self.rehoming is not None:
+            self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
+        self._trained.begin_iteration(self.monitor.num_frozen)
+        if self.states[0].config.slots:
+            self.buffers.pool()

@@ -1,0 +1,237 @@
+"""Conversion of all layers of a model at once; an exception undoes every change."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.parallel_state import get_expert_data_parallel_rank
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch.nn import Module
+
+from megatron_hecate.homes.converters import (
+    restore_homes_before,
+    restore_homes_before_libraries,
+)
+from megatron_hecate.homes.mover import Homes
+from megatron_hecate.homes.schedule import HomesSchedule
+from megatron_hecate.megatron.cuda_graphs import captured_parts
+from megatron_hecate.megatron.data_parallel import DataParallel
+from megatron_hecate.megatron.experts import FSSDPExperts
+from megatron_hecate.record.layer_recorder import LayerRecorder
+from megatron_hecate.routes.known_routes import KnownRoutes
+from megatron_hecate.step.layer import FSSDPLayer, GraphedBlock
+from megatron_hecate.step.layer_state import LayerState
+from megatron_hecate.step.prefetch import Prefetcher
+from megatron_hecate.switch_on import unsupported, wrappers
+
+Chunks = list[Module]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Part of a model to convert on this rank.
+
+    Args:
+        chunks: model chunks of this rank.
+        layers: all MoE layers of the chunks, in the order of the forward.
+        chunk_of: index of each layer's chunk.
+    """
+
+    chunks: Chunks
+    layers: list[MoELayer]
+    chunk_of: list[int]
+
+    @classmethod
+    def find(cls, chunks: Chunks) -> Model:
+        """Find all MoE layers of ``chunks``."""
+        layers: list[MoELayer] = []
+        chunk_of: list[int] = []
+        for index, chunk in enumerate(chunks):
+            for module in chunk.modules():
+                if isinstance(module, MoELayer):
+                    layers.append(module)
+                    chunk_of.append(index)
+        return cls(chunks, layers, chunk_of)
+
+    def find_conflicts(self, lifetime: str) -> list[str]:
+        """List conflicts of the model, as it is now, with replicas of ``lifetime``.
+
+        Wrappers and adapters may be added, and parameters frozen, after the hook.
+        """
+        problems = unsupported.find(wrappers.of_model(self.chunks), slots=0)
+        return problems + self.find_missing_backwards(lifetime)
+
+    def find_missing_backwards(self, lifetime: str) -> list[str]:
+        """Return a line if layers that are recomputed may have no backward to free replicas."""
+        recomputes = any(layer.config.recompute_granularity for layer in self.layers)
+        if lifetime != "microbatch" or not recomputes:
+            return []
+        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
+        frozen = sum(not p.requires_grad for p in parameters)
+        if not frozen:
+            return []
+        return [
+            f"lifetime='microbatch' with recomputation and {frozen} of {len(parameters)} "
+            "parameters frozen: a layer behind frozen ones may have no backward, and would keep "
+            "its replicas; use --moe-fssdp-lifetime iteration or layer"
+        ]
+
+
+def attach(
+    model: Model,
+    states: list[LayerState],
+    listeners: list[Callable[[], None]],
+    homes_group: dist.ProcessGroup | None,
+    folder: str | None,
+) -> None:
+    """Convert all layers of ``model``; an exception undoes every change.
+
+    Args:
+        model: model to convert.
+        states: state of each layer.
+        listeners: callbacks for the beginning of an iteration.
+        homes_group: group in which experts change homes; ``None`` without rehoming.
+        folder: folder of the record, if there is one.
+    """
+    prefetcher = Prefetcher(states, model.chunk_of, KnownRoutes(states, model.chunk_of))
+    tracker = prefetcher.tracker
+    tracker.listeners += listeners
+    if homes_group is not None:
+        prefetcher.rehoming = _rehoming(states, homes_group, prefetcher)
+    prefetcher.monitor.recorder = LayerRecorder(
+        states,
+        prefetcher.meter,
+        folder=folder,
+        chunk_of=model.chunk_of,
+        collect=prefetcher.monitor.collect_ready,
+        microbatches=lambda: tracker.microbatches or 1,
+    )
+    block_of = _blocks_by_layer(model.chunks)
+    with contextlib.ExitStack() as undo:
+        config = states[0].config
+        prefetcher.returns.data_parallel = DataParallel(
+            model.chunks, prefetcher, undo, orders=config.slots > 0
+        )
+        tracker.listeners.append(prefetcher.returns.data_parallel.begin_iteration)
+        for layer, state in zip(model.layers, states, strict=True):
+            _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
+            if (block := block_of.get(id(layer))) is not None:
+                _attach_block(undo, block, layer)
+            if state.always_physical:
+                _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
+        if prefetcher.rehoming is not None:
+            # ms-swift keeps its converter of weights in the configuration that chunks share
+            converters: dict[int, Any] = {}
+            for chunk in model.chunks:
+                converter = getattr(getattr(chunk, "config", None), "bridge", None)
+                converters[id(converter)] = converter
+            for converter in converters.values():
+                restore_homes_before(converter, prefetcher.rehoming, undo)
+            restore_homes_before_libraries()
+        prefetcher.find_conflicts = functools.partial(model.find_conflicts, config.lifetime)
+        for index, chunk in enumerate(model.chunks):
+            begin = functools.partial(prefetcher.begin_chunk, index)
+            undo.callback(chunk.register_forward_pre_hook(begin).remove)
+            # also called after an exception in the forward
+            end = chunk.register_forward_hook(prefetcher.end_chunk, always_call=True)
+            undo.callback(end.remove)
+        # nothing has failed: keep the changes
+        undo.pop_all()
+
+
+def _rehoming(
+    states: list[LayerState], group: dist.ProcessGroup, prefetcher: Prefetcher
+) -> HomesSchedule:
+    tracker = prefetcher.tracker
+    monitor = prefetcher.monitor
+    replica = get_expert_data_parallel_rank()
+    homes = Homes(states, group, replica=replica, optimizers=tracker.optimizers)
+    return HomesSchedule(
+        homes,
+        states,
+        group,
+        last_loads=lambda: monitor.history.last,
+        weights_changed=tracker.weights_changed,
+    )
+
+
+def _attach_layer(
+    undo: contextlib.ExitStack, layer: MoELayer, *, state: LayerState, prefetcher: Prefetcher
+) -> None:
+    """Convert a layer and its expert module, and hook into loading and saving of weights."""
+    experts = layer.experts
+    rehoming = prefetcher.rehoming
+    tracker = prefetcher.tracker
+    _assign(
+        undo,
+        layer,
+        fssdp=state,
+        prefetcher=prefetcher,
+        __class__=_subclass(FSSDPLayer, type(layer)),
+    )
+    _assign(
+        undo,
+        experts,
+        physical=state.parts.experts,
+        reduction_point=state.parts.experts.reduction_point,
+        restore_homes=None if rehoming is None else rehoming.restore,
+        __class__=_subclass(FSSDPExperts, type(experts)),
+    )
+
+    timer = prefetcher.monitor.recorder.timer
+    if timer is not None:
+        _assign(undo, experts, **timer.attributes(state.index, experts))
+
+    def loaded(*_: Any) -> None:
+        tracker.weights_changed("weights were loaded")
+
+    undo.callback(experts.register_load_state_dict_post_hook(loaded).remove)
+    if rehoming is not None:
+        refuse = rehoming.refuse_if_moved
+        undo.callback(experts.register_state_dict_pre_hook(refuse).remove)
+        undo.callback(experts.register_load_state_dict_pre_hook(refuse).remove)
+
+
+def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) -> None:
+    """Call the layer before the attention of its transformer layer ``block``."""
+    # CUDA graphs run no hooks, and Megatron refuses to capture modules with hooks
+    if captured_parts(unsupported.SettingSources(layer.config)):
+        _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))
+    else:
+        hook = block.self_attention.register_forward_pre_hook(layer.attention_hook)
+        undo.callback(hook.remove)
+
+
+def _blocks_by_layer(chunks: Chunks) -> dict[int, Module]:
+    """Map the id of each transformer layer's ``mlp`` to the transformer layer."""
+    block_of: dict[int, Module] = {}
+    for chunk in chunks:
+        for module in chunk.modules():
+            if _is_block(module):
+                block_of[id(module.mlp)] = module
+    return block_of
+
+
+def _is_block(module: Module) -> bool:
+    """Whether ``module`` is a transformer layer: attention first, then ``mlp``."""
+    return isinstance(getattr(module, "self_attention", None), Module) and hasattr(module, "mlp")
+
+
+def _assign(undo: contextlib.ExitStack, target: Any, **attributes: Any) -> None:
+    """Set attributes of ``target``, and register the restoration of the old values on ``undo``."""
+    for name, value in attributes.items():
+        if name == "__class__" or name in vars(target):
+            undo.callback(setattr, target, name, getattr(target, name))
+        else:
+            undo.callback(delattr, target, name)
+        setattr(target, name, value)
+
+
+@functools.cache
+def _subclass(mixin: type, base: type) -> type:
+    return type(f"{mixin.__name__}{base.__name__}", (mixin, base), {})

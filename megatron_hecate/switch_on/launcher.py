@@ -1,0 +1,357 @@
+"""Run a script, a module or a console command as Python would, with our flags added to Megatron's.
+
+    torchrun ... -m megatron_hecate run --moe-fssdp -- pretrain_gpt.py <Megatron's arguments>
+    torchrun ... -m megatron_hecate run --moe-fssdp -- -m package.module <its arguments>
+    torchrun ... --no-python megatron-hecate run --moe-fssdp -- run_recipe.py <its arguments>
+
+The target is a script, a module or a console command, of Megatron-LM or of Megatron-Bridge. Our
+flags may stand before the target or among its own arguments. The launcher reads both places,
+because a script may ignore unknown arguments (``ignore_unknown_args``) and would ignore our flags,
+too. Arguments of the target stay as they are, also a ``--`` among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib.abc
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import runpy
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from megatron_hecate.comm.rank_0 import VARIABLES, environment_number, refer_to_rank_0
+from megatron_hecate.config import FLAG, HecateConfig, asks_for_fssdp, check_names, launched
+from megatron_hecate.switch_on.fssdp_flags import validate
+from megatron_hecate.switch_on.late_imports import import_after_megatron
+
+# Console commands and modules that start ranks. The launcher runs in each rank, so they must
+# precede it.
+STARTERS = ("torchrun", "accelerate", "deepspeed")
+STARTERS += ("torch.distributed.run", "torch.distributed.launch")
+
+
+class UnknownWordError(ValueError):
+    """Target that is neither a file nor a command; it may be a misspelt command of ours."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that prints usage and an error on rank 0, and one line on each other rank."""
+
+    def error(self, message: str) -> NoReturn:
+        rank = environment_number("RANK")
+        if rank == 0:
+            super().error(message)
+        refer_to_rank_0(f"{self.prog}: error; see the message of rank 0", rank)
+        sys.exit(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """Command line of the launcher, split at its target.
+
+    Args:
+        flags: arguments of the launcher itself.
+        target: a script, a module or a console command; empty without one.
+        is_module: whether ``target`` is a module, given after ``-m``.
+        arguments: arguments of the target.
+    """
+
+    flags: list[str]
+    target: str
+    is_module: bool
+    arguments: list[str]
+
+    @classmethod
+    def split(cls, argv: list[str], parser: argparse.ArgumentParser) -> Command:
+        """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value.
+
+        A ``--`` in front of the target is dropped.
+        """
+        takes_value: dict[str, bool] = {}
+        for action in parser._actions:
+            takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
+        at = 0
+        while at < len(argv):
+            word = argv[at]
+            if word == "--":
+                return cls._of_target(argv[:at], argv[at + 1 :])
+            is_module = word.startswith("-m")
+            if is_module or not word.startswith("-"):
+                return cls._of_target(argv[:at], argv[at:])
+            at += 2 if takes_value.get(word, False) else 1
+        return cls._of_target(argv, [])
+
+    @classmethod
+    def _of_target(cls, flags: list[str], words: list[str]) -> Command:
+        """Split ``words``, which begin with the target, or with ``-m`` and a module."""
+        first = "".join(words[:1])
+        if first.startswith("-m"):
+            following = words[1:] if first == "-m" else [first[2:], *words[1:]]
+            return cls(flags, "".join(following[:1]), True, following[1:])
+        return cls(flags, first, False, words[1:])
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Script, module or console command that the launcher runs.
+
+    Args:
+        name: name in messages.
+        argv0: ``sys.argv[0]`` of the target.
+        folder: ``sys.path[0]`` of the target.
+        run: function that runs the target as ``__main__``.
+    """
+
+    name: str
+    argv0: str
+    folder: str
+    run: Callable[[], Any]
+
+    @classmethod
+    def find(cls, command: Command) -> Target:
+        """Find the target of ``command`` without importing it.
+
+        Raises:
+            ValueError: for a target that does not exist, is not Python, or starts ranks itself.
+        """
+        name = command.target
+        if name in STARTERS:
+            right = "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
+            raise ValueError(f"{name} starts the ranks, so it must precede our launcher: {right}")
+        if command.is_module:
+            return cls._module(name)
+        if name.startswith("-"):
+            raise ValueError(
+                f"a script, -m MODULE or a console command must follow --, got {name}; "
+                "our flags stand before --, or behind the script"
+            )
+        path = Path(name)
+        if path.is_file() or (path / "__main__.py").is_file():
+            return cls._script(name)
+        if path.suffix == ".py" or os.sep in name:
+            raise ValueError(f"{name} does not exist")
+        return cls._console_command(name)
+
+    @classmethod
+    def _module(cls, name: str) -> Target:
+        folder = str(Path.cwd())
+        if not name:
+            raise ValueError("-m needs the name of a module")
+        sys.path.insert(0, folder)
+        try:
+            spec = importlib.util.find_spec(name.partition(".")[0])
+        finally:
+            sys.path.remove(folder)
+        if spec is None:
+            raise ValueError(f"there is no module {name}")
+
+        def run_module() -> None:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+        return cls(name, name, folder, run_module)
+
+    @classmethod
+    def _script(cls, name: str) -> Target:
+        path = str(Path(name).absolute())
+        if Path(path).is_file() and not _is_python(Path(path), otherwise=not name.endswith(".sh")):
+            raise ValueError(f"{name} is not written in Python; give the script that it starts")
+        folder = Path(path).resolve()
+        if not folder.is_dir():
+            folder = folder.parent
+        return cls(path, path, str(folder), lambda: runpy.run_path(path, run_name="__main__"))
+
+    @classmethod
+    def _console_command(cls, name: str) -> Target:
+        path = shutil.which(name)
+        folder = str(Path(path).resolve().parent if path else Path.cwd())
+        if found := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
+            return cls(name, path or name, folder, lambda: sys.exit(found[0].load()()))
+        if path is not None and _is_python(Path(path), otherwise=False):
+            return cls(name, path, folder, lambda: runpy.run_path(path, run_name="__main__"))
+        ways = "a script, -m MODULE, or a console command of this Python environment"
+        if path is None:
+            raise UnknownWordError(f"{name} does not exist; give {ways}")
+        raise ValueError(f"{name} ({path}) is not written in Python; give {ways}")
+
+
+def make_parser() -> Parser:
+    """Build the parser of the launcher's own flags."""
+    parser = Parser(
+        prog="megatron-hecate run",
+        usage="megatron-hecate run [--moe-fssdp ...] [--] "
+        "{SCRIPT.py | -m MODULE | COMMAND} [its arguments]",
+        description="Run a Megatron pretraining script, module or console command with the "
+        "--moe-fssdp flags, which may stand before it or among its own arguments. "
+        "Start it on all ranks: torchrun ... -m megatron_hecate run ... -- SCRIPT.py, "
+        "or torchrun ... --no-python megatron-hecate run ... -- SCRIPT.py.",
+        allow_abbrev=False,
+    )
+    HecateConfig.add_arguments(parser)
+    return parser
+
+
+def main(argv: list[str], *, commands: Sequence[str] = ()) -> int:
+    """Run the target that ``argv`` names; return the exit status.
+
+    Args:
+        argv: our flags, the target, and its arguments.
+        commands: commands of ours that ``argv`` may have meant, for errors.
+    """
+    parser = make_parser()
+    try:
+        for name in VARIABLES:
+            environment_number(name)
+    except ValueError as error:
+        # not by the parser, which prints on rank 0 only
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    command = Command.split(argv, parser)
+    # -h exits here
+    known, unknown = parser.parse_known_args(command.flags, _unset())
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], commands)}")
+    given = _given(known)
+    if not command.target and not command.is_module:
+        hint = _hint("", commands)
+        parser.error(f"no SCRIPT.py given, nor -m MODULE, nor a console command{hint}")
+    try:
+        target = Target.find(command)
+    except UnknownWordError as error:
+        parser.error(f"{error}{_hint(command.target, commands)}")
+    except ValueError as error:
+        parser.error(str(error))
+    # validate now: Megatron takes minutes to start
+    try:
+        given |= _among(command.arguments)
+        validate(given)
+    except (ValueError, NotImplementedError) as error:
+        parser.error(f"--moe-fssdp: {error}")
+    # paths must be absolute, because the script may change the working directory
+    for name in ("moe_fssdp_speeds", "moe_fssdp_record"):
+        if given.get(name) is not None:
+            given[name] = str(Path(given[name]).absolute())
+    # as Python sets it for a script
+    sys.path[0] = target.folder
+    return _run(target, given, command.arguments)
+
+
+def _hint(word: str, commands: Sequence[str]) -> str:
+    """Return the end of an error: the commands, and the one that ``word`` probably means."""
+    if not commands:
+        return ""
+    meant = difflib.get_close_matches(word.removeprefix("--"), commands, n=1)
+    guess = f"; did you mean {meant[0]}?" if meant else ";"
+    return f"{guess} commands: {', '.join(commands)} (megatron-hecate --help explains them)"
+
+
+def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
+    launched.clear()
+    launched.update(given)
+    import_after_megatron()
+    _come_along(given)
+    sys.argv = [target.argv0, *arguments]
+    try:
+        target.run()
+    except SystemExit as done:
+        # console commands also raise it on success, and the check below must follow
+        if done.code not in (None, 0):
+            raise
+    if _is_off_against_wish(given):
+        if environment_number("RANK") == 0:
+            text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
+            # Primus replaces ``print``
+            sys.stderr.write(f"FSSDP: {target.name} {text}\n")
+        return 1
+    return 0
+
+
+def _is_off_against_wish(given: dict[str, Any]) -> bool:
+    """Return whether FSSDP was asked for, and the target has converted no model."""
+    entry = sys.modules.get("megatron_hecate.switch_on.entry")
+    if entry is None:
+        # the target has not imported Megatron
+        return asks_for_fssdp(given)
+    return entry.is_off_against_wish()
+
+
+# default that distinguishes flags that were left out
+_UNSET = object()
+
+
+def _unset() -> argparse.Namespace:
+    return argparse.Namespace(**dict.fromkeys(HecateConfig().as_arguments(), _UNSET))
+
+
+def _given(namespace: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(namespace).items() if value is not _UNSET}
+
+
+def _among(arguments: list[str]) -> dict[str, Any]:
+    """Return our flags among a script's own arguments.
+
+    Raises:
+        ValueError: for a flag that does not exist, or has an invalid value.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    HecateConfig.add_arguments(parser)
+    try:
+        found, rest = parser.parse_known_args(arguments, _unset())
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
+        spelt = flag.lower().replace("_", "-").replace("--no-", "--")
+        if spelt.startswith(FLAG):
+            check_names([flag.removeprefix("--").replace("-", "_")])
+            raise ValueError(f"{flag} does not exist; did you mean {spelt}?")
+    return _given(found)
+
+
+def _is_python(path: Path, *, otherwise: bool) -> bool:
+    """Return whether a file's first line names Python; ``otherwise`` if it names no interpreter."""
+    with path.open("rb") as file:
+        first = file.readline()
+    if first.startswith(b"#!"):
+        return b"python" in first
+    return otherwise
+
+
+def _come_along(given: dict[str, Any]) -> None:
+    """Put the launcher in front of a Python script that replaces this process.
+
+    Bridge's scripts replace their process to restart in a recipe's environment. All functions of
+    `os` that replace a process call ``execv`` or ``execve``.
+    """
+    execv = os.execv
+    execve = os.execve
+
+    def execv_with_launcher(file: Any, command: Any) -> NoReturn:
+        execv(file, _behind_launcher(file, command, given))
+
+    def execve_with_launcher(file: Any, command: Any, environment: Any) -> NoReturn:
+        execve(file, _behind_launcher(file, command, given), environment)
+
+    os.execv = execv_with_launcher
+    os.execve = execve_with_launcher
+
+
+def _behind_launcher(file: str, command: list[str], given: dict[str, Any]) -> list[str]:
+    """Return ``command``, behind our launcher if it starts a Python script or module."""
+    command = list(command)
+    starts_python = file == sys.executable and len(command) > 1
+    if not starts_python or not (command[1].endswith(".py") or command[1].startswith("-m")):
+        return command
+    ours = []
+    for name, value in given.items():
+        ours.append("--" + name.replace("_", "-"))
+        # a switch takes no value
+        if value is not True:
+            ours.append(str(value))
+    return [file, "-m", "megatron_hecate", *ours, *command[1:]]

@@ -1,0 +1,392 @@
+"""Tables of Megatron's settings that FSSDP does not combine with, each with the way out.
+
+* `MODEL`: fields of ``TransformerConfig``.
+* `WITH_SLOTS`: fields that matter only with replicas.
+* `JOB`: settings outside the model, of data parallelism and of fine-tuning.
+
+`find` applies the tables to configurations or mappings of any kind. Needs no Megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from megatron_hecate.megatron.cuda_graphs import WITH_REPLICAS, captured_parts, holds_preprocess
+from megatron_hecate.megatron.rules import GROUPED_ONLY, Rule, SettingSources, is_set
+
+
+def _more_than_one(setting: str) -> Callable[[SettingSources], bool]:
+    return lambda settings: (settings[setting] or 1) > 1
+
+
+def _graphs_hold_experts(setting: str) -> Callable[[SettingSources], bool]:
+    """Make a predicate: ``setting`` switches on graphs that leave no gap to fetch replicas.
+
+    Graphs leave no gap if they contain the experts, or parts of unknown content.
+    """
+
+    def unsupported(settings: SettingSources) -> bool:
+        parts = captured_parts(settings)
+        return is_set(settings[setting]) and (parts is None or not parts <= WITH_REPLICAS)
+
+    return unsupported
+
+
+def _moves_scaled(setting: str) -> Callable[[SettingSources], bool]:
+    """Make a predicate: homes move, and ``setting`` is a dtype that needs scales, or its name."""
+    scaled = _unknown(setting, ("fp32", "bf16", "float32", "bfloat16"))
+    return lambda settings: (settings["moe_fssdp_rehome"] or 0) > 0 and scaled(settings)
+
+
+def _replaces_experts(setting: str, *, most: int = 0) -> Callable[[SettingSources], bool]:
+    """Make a predicate: Primus' ``setting`` is above ``most``, and its kernels are not off."""
+    return lambda settings: (
+        settings["enable_primus_turbo"] is not False and (settings[setting] or 0) > most
+    )
+
+
+def _recipe(value: Any, default: str = "delayed") -> str:
+    """Return the name of a recipe, in some versions an enumerator, or Megatron's ``default``."""
+    return str(getattr(value, "value", value) or default)
+
+
+def _unknown(setting: str, known: tuple[str, ...]) -> Callable[[SettingSources], bool]:
+    """Make a predicate: ``setting`` has a value other than ``known``. Defaults are always known."""
+
+    def unsupported(settings: SettingSources) -> bool:
+        value = settings[setting]
+        name = str(getattr(value, "value", value)).removeprefix("torch.")
+        return is_set(value) and name not in known
+
+    return unsupported
+
+
+def _unknown_backend(settings: SettingSources) -> bool:
+    is_flex = settings["moe_token_dispatcher_type"] == "flex"
+    return is_flex and _unknown("moe_flex_dispatcher_backend", BACKENDS)(settings)
+
+
+# Values that our code was written for and tested with. Another value, of a later Megatron, is
+# refused by its name, because code for a known value could train wrongly with it.
+DISPATCHERS = ("allgather", "alltoall", "flex")
+BACKENDS = ("deepep", "hybridep", "ncclep")
+_GRAPHS = (
+    "replicas are fetched and returned between CUDA graphs of the parts attn, mamba, mlp, "
+    "moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); "
+    "other graphs contain the experts as well"
+)
+_PRIMUS = (
+    "Primus replaces Megatron's experts, dispatchers or MoE layers by its own, which have no "
+    "replicas"
+)
+_FP8_RECIPES = ("mxfp8", "tensorwise", "blockwise")
+WITH_SLOTS = (
+    Rule(
+        "expert_model_parallel_size",
+        "FSSDP spreads the load of an expert-parallel group",
+        instead=2,
+        unsupported=lambda settings: (settings["expert_model_parallel_size"] or 1) < 2,
+        hint=" or more",
+    ),
+    Rule(
+        "moe_expert_capacity_factor",
+        "NCCL EP sends dropped tokens to arbitrary experts, and so to an empty slot",
+        instead=None,
+        unsupported=lambda settings: (
+            settings["moe_token_dispatcher_type"] == "flex"
+            and settings["moe_flex_dispatcher_backend"] == "ncclep"
+            and float(settings["moe_expert_capacity_factor"] or -1) > 0
+        ),
+    ),
+    Rule(
+        "moe_pad_expert_input_to_capacity",
+        "replicas take no padding, so the host waits for token counts inside the part that a CUDA "
+        "graph of moe_preprocess captures",
+        unsupported=lambda settings: (
+            is_set(settings["moe_pad_expert_input_to_capacity"])
+            and settings["moe_token_dispatcher_type"] != "flex"
+            and holds_preprocess(settings)
+        ),
+    ),
+)
+MODEL = (
+    Rule(
+        "moe_token_dispatcher_type",
+        f"replicas were tested with the dispatchers {', '.join(DISPATCHERS)}",
+        instead="alltoall",
+        unsupported=_unknown("moe_token_dispatcher_type", DISPATCHERS),
+    ),
+    Rule(
+        "moe_flex_dispatcher_backend",
+        "each backend reads probabilities and sizes its buffers in its own way; "
+        f"known are {', '.join(BACKENDS)}",
+        instead="hybridep",
+        unsupported=_unknown_backend,
+    ),
+    Rule(
+        "moe_router_score_function",
+        "DeepEP and NCCL EP find a token's experts by positive probabilities, which the known "
+        "functions return: softmax, sigmoid and sqrtsoftplus",
+        instead="softmax",
+        unsupported=_unknown("moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus")),
+    ),
+    Rule(
+        "moe_router_dtype",
+        "kernels that reroute tokens read probabilities in fp32, fp64 and the model's own dtype",
+        instead="fp32",
+        unsupported=_unknown("moe_router_dtype", ("fp32", "fp64", "float32", "float64")),
+    ),
+    Rule(
+        "fp8_recipe",
+        "delayed scaling keeps a history per slot, whose replica changes; "
+        "custom quantizers are unknown",
+        instead="mxfp8",
+        unsupported=lambda settings: (
+            is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES
+        ),
+        way="set mixed_precision=bf16_with_mxfp8_mixed, bf16_with_fp8_current_scaling_mixed or "
+        "bf16_with_fp8_subchannel_scaling_mixed, "
+        "or --fp8-recipe mxfp8, tensorwise or blockwise",
+    ),
+    Rule(
+        "fp4_recipe",
+        "quantizers other than nvfp4's are unknown",
+        instead="nvfp4",
+        unsupported=lambda settings: (
+            is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"], "nvfp4") != "nvfp4"
+        ),
+        way="set mixed_precision=bf16_with_nvfp4_mixed or --fp4-recipe nvfp4",
+    ),
+    Rule(
+        "moe_grouped_gemm",
+        "SequentialMLP has no replicas in fp8 or fp4, or with delayed weight gradients",
+        instead=True,
+        unsupported=lambda settings: (
+            settings["moe_grouped_gemm"] is False
+            and any(is_set(settings[name]) for name in GROUPED_ONLY)
+        ),
+        way="set model.moe_grouped_gemm=true or --moe-grouped-gemm",
+    ),
+    Rule(
+        "use_kitchen",
+        "experts built of Kitchen's linears have no replicas",
+        flag="",
+        hint=" or leave out --kitchen-config-file and --kitchen-recipe-number",
+    ),
+    Rule(
+        "overlap_dispatch_backward_with_experts_wgrad",
+        "Megatron reads gradients of experts before their computation, unless "
+        "gradient_accumulation_fusion is on, and add_bias_linear and overlap_grad_reduce are off",
+        unsupported=lambda settings: (
+            is_set(settings["overlap_dispatch_backward_with_experts_wgrad"])
+            and (
+                settings["gradient_accumulation_fusion"] is False
+                or is_set(settings["add_bias_linear"])
+                or is_set(settings["overlap_grad_reduce"])
+            )
+        ),
+    ),
+    Rule(
+        # new in 0.20
+        "moe_dispatch_fwd_dtype",
+        "tokens are dispatched to replicas in bf16 only",
+        instead="bf16",
+        unsupported=lambda settings: settings["moe_dispatch_fwd_dtype"] not in (None, "bf16"),
+    ),
+    Rule(
+        # new in 0.20
+        "moe_combine_bwd_dtype",
+        "gradients of tokens are sent to replicas in bf16 only",
+        instead="bf16",
+        unsupported=lambda settings: settings["moe_combine_bwd_dtype"] not in (None, "bf16"),
+    ),
+    *(
+        Rule(name, _GRAPHS, instead=instead, unsupported=_graphs_hold_experts(name))
+        for name, instead in (
+            ("cuda_graph_impl", "none"),
+            ("enable_cuda_graph", False),
+            ("external_cuda_graph", False),
+        )
+    ),
+    Rule(
+        "moe_paged_stash",
+        "the paged stash of fused operators was never tested with replicas",
+        unsupported=lambda settings: (
+            is_set(settings["moe_paged_stash"])
+            and is_set(settings["use_transformer_engine_op_fuser"])
+        ),
+    ),
+    Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
+    Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
+    Rule(
+        # New in 0.20. The op fuser sets it, and then runs the same operators over one weight per
+        # expert as before.
+        "moe_use_grouped_tensor",
+        "quantized modules over grouped tensors were never tested with replicas, unlike "
+        "TransformerEngine's operators",
+        unsupported=lambda settings: (
+            is_set(settings["moe_use_grouped_tensor"])
+            and not is_set(settings["use_transformer_engine_op_fuser"])
+            and any(is_set(settings[name]) for name in ("fp8", "fp4", "quant_recipe"))
+        ),
+        hint=" or model.use_transformer_engine_op_fuser=true",
+    ),
+    Rule("moe_use_legacy_grouped_gemm", "the legacy GroupedMLP has no room for replicas"),
+    *(
+        # the second is the dev branch's name
+        Rule(name, "its communication buffers have room for homes only")
+        for name in ("moe_ncclep_zero_copy", "moe_ncclep_use_symm_mem")
+    ),
+    # of Megatron's dev branch and of open pull requests in August 2026
+    Rule(
+        "moe_megakernel_backend",
+        "one kernel for dispatch, experts and combine computes no replicas",
+        instead=None,
+    ),
+    Rule(
+        "moe_use_offloading_experts",
+        "experts in host memory have no weights on the GPU to fetch replicas from",
+    ),
+    Rule(
+        "moe_shortcut_connection",
+        "experts run beside the attention that hides the fetch of their replicas",
+    ),
+    Rule(
+        "moe_router_topk_mode",
+        "a number of experts that differs by token was never tested with replicas",
+        instead="topk",
+        unsupported=_unknown("moe_router_topk_mode", ("topk",)),
+    ),
+    Rule("mxfp8_2d_quantization", "weights in square blocks were never tested with replicas"),
+    *(
+        Rule(name, "quantizers of a recipe with other attributes are unknown", instead=None)
+        for name in ("fp8_recipe_attrs", "fp4_recipe_attrs")
+    ),
+    Rule(
+        "mlp_chunks_for_training",
+        "a layer that runs several times per microbatch cannot count microbatches",
+        instead=1,
+        unsupported=_more_than_one("mlp_chunks_for_training"),
+    ),
+    Rule(
+        "cpu_offloading",
+        "offloading moves the weights that replicas are fetched from",
+        flag="",
+        hint=" and model.cpu_offloading_num_layers=0 or leave out --cpu-offloading-num-layers",
+    ),
+    Rule(
+        "gtp_weight_remat_size",
+        "expert weights are sharded already",
+        instead=1,
+        unsupported=_more_than_one("gtp_weight_remat_size"),
+        flag="",
+        hint=" and model.tensor_parallel_num_weight_shards=null or leave out "
+        "--tensor-parallel-num-weight-shards",
+    ),
+    Rule(
+        "expert_gtp_weight_remat_size",
+        "expert weights are sharded already",
+        instead=1,
+        unsupported=_more_than_one("expert_gtp_weight_remat_size"),
+        flag="",
+        hint=" and model.expert_tensor_parallel_num_weight_shards=null or leave out "
+        "--expert-tensor-parallel-num-weight-shards",
+    ),
+    Rule(
+        "transformer_impl",
+        "FSSDP supports training with modules of transformer_engine or local ones",
+        instead="transformer_engine",
+        unsupported=_unknown("transformer_impl", ("local", "transformer_engine")),
+    ),
+    Rule("restore_modelopt_state", "ModelOpt replaces the experts' linears by its own", flag=""),
+)
+JOB = (
+    Rule(
+        "moe_fssdp_late_replicas",
+        "the host chooses late replicas inside the part that a CUDA graph of moe_preprocess "
+        "captures",
+        instead=0,
+        way="set model.moe_fssdp_late_replicas=0 or --moe-fssdp-late-replicas 0",
+        unsupported=lambda settings: (
+            (settings["moe_fssdp_late_replicas"] or 0) > 0 and holds_preprocess(settings)
+        ),
+    ),
+    *(
+        Rule(
+            name,
+            "optimizer state that TransformerEngine stores with one scale per shard cannot move "
+            "with experts",
+            instead="fp32",
+            unsupported=_moves_scaled(name),
+            way="set model.moe_fssdp_rehome=0, --moe-fssdp-rehome 0 "
+            f"or --{name.replace('_', '-')} fp32",
+        )
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+    ),
+    Rule(
+        "ckpt_format",
+        "each rank saves its own experts in this format, also after a move (moe_fssdp_rehome)",
+        instead="torch_dist",
+        prefix="checkpoint.",
+        unsupported=lambda settings: (
+            (settings["moe_fssdp_rehome"] or 0) > 0
+            and settings["ckpt_format"] not in (None, "torch_dist")
+        ),
+    ),
+    Rule(
+        "use_megatron_fsdp",
+        "Megatron-FSDP owns the expert weights; use the distributed optimizer",
+        prefix="ddp.",
+        hint=" and dist.use_megatron_fsdp=false",
+    ),
+    Rule(
+        "use_torch_fsdp2",
+        "FSDP2 owns the expert weights; use the distributed optimizer",
+        prefix="dist.",
+    ),
+    *(
+        Rule(
+            name,
+            _PRIMUS,
+            unsupported=_replaces_experts(name),
+            way=f"set {name}=false or enable_primus_turbo=false",
+        )
+        for name in ("use_turbo_grouped_gemm", "use_turbo_deepep", "use_turbo_mega_moe")
+    ),
+    Rule(
+        # stage 1 replaces the router only
+        "turbo_sync_free_moe_stage",
+        _PRIMUS,
+        instead=1,
+        unsupported=_replaces_experts("turbo_sync_free_moe_stage", most=1),
+        way="set turbo_sync_free_moe_stage=1 or enable_primus_turbo=false",
+    ),
+    Rule(
+        "modelopt_enabled",
+        "ModelOpt replaces the experts' linears by its own",
+        way="use a script that trains without ModelOpt",
+    ),
+    Rule(
+        "peft",
+        "adapters wrap the linears of the experts",
+        instead=None,
+        way="use a recipe without adapters, or set its peft to None in Python, "
+        "for which Bridge takes no override",
+    ),
+)
+RULES = WITH_SLOTS + MODEL + JOB
+
+
+def find(*sources: Any, slots: int) -> list[str]:
+    """Return one line for each setting in ``sources`` that FSSDP does not combine with.
+
+    Args:
+        sources: objects with attributes, or mappings: a ``TransformerConfig``, arguments of
+            ``megatron.training``, a Bridge configuration and its parts ``model``, ``ddp`` and
+            ``dist``. ``None`` is skipped.
+        slots: replicas that a rank can hold per layer.
+    """
+    settings = SettingSources(*sources)
+    rules = RULES if slots else MODEL + JOB
+    return [rule.explain(settings[rule.setting]) for rule in rules if rule.applies(settings)]

@@ -1,0 +1,108 @@
+"""Detect wrappers that conflict with FSSDP: FSDP, PEFT, ModelOpt.
+
+Wrappers are found on the model, or in the settings of the code that builds it. Both functions
+return settings, so that `unsupported.find` adds the way out.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch.nn import Module, Parameter
+
+from megatron_hecate.switch_on import unsupported
+
+
+def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
+    """Return settings that are on, judging by modules and parameters of the model."""
+    found: dict[str, Any] = {}
+    for chunk in chunks:
+        modules = list(chunk.modules())
+        inside_experts: set[int] = set()
+        for layer in modules:
+            # a megakernel of a later Megatron leaves a layer without experts
+            if isinstance(layer, MoELayer) and layer.experts is not None:
+                inside_experts.update(id(module) for module in layer.experts.modules())
+        for module in modules:
+            for setting in _asked_for_by(type(module)):
+                # FSDP conflicts anywhere; adapters and ModelOpt conflict only inside the experts
+                if id(module) not in inside_experts and not setting.startswith("use_"):
+                    continue
+                found[setting] = True
+                if setting == "peft":
+                    found[setting] = type(module).__name__
+        if any(hasattr(p, "__fsdp_param__") for p in chunk.parameters()):
+            found["use_megatron_fsdp"] = True
+    return found
+
+
+def find_wrapped(chunks: Iterable[Module]) -> list[str]:
+    """Return a line if the chunks contain data-parallel wrappers, or DDP wraps the chunks."""
+    for chunk in chunks:
+        wrappers = [
+            type(module).__name__
+            for module in chunk.modules()
+            if isinstance(module, _BaseDataParallel)
+        ]
+        by = ""
+        if wrappers:
+            by = wrappers[0]
+        elif any(map(_is_of_ddp, chunk.parameters())):
+            # the wrapper is outside of the chunks, but its gradients are inside
+            by = "DistributedDataParallel"
+        if by:
+            return [
+                f"{by} has wrapped the model already; call the hook on the model chunks before "
+                "they are wrapped"
+            ]
+    return []
+
+
+def _is_of_ddp(parameter: Parameter) -> bool:
+    """Return whether DDP has given ``parameter`` a main gradient, which is part of a buffer."""
+    grad = getattr(parameter, "main_grad", None)
+    return grad is not None and grad.untyped_storage().nbytes() > grad.nbytes
+
+
+def of_job() -> dict[str, Any]:
+    """Return settings of the job that runs the hook.
+
+    The settings are arguments of ``megatron.training`` and of the functions that call the hook.
+    Megatron's and Bridge's builders take ``use_megatron_fsdp`` and ``use_torch_fsdp2`` as
+    arguments, run the hook, and only then wrap the model. So until then these settings are in no
+    object that the hook can reach, only in local variables of its callers.
+    """
+    training = sys.modules.get("megatron.training.global_vars")
+    args = getattr(training, "_GLOBAL_ARGS", None)
+    names = [rule.setting for rule in unsupported.JOB] + ["enable_primus_turbo"]
+    found = {name: getattr(args, name, None) for name in names}
+    frame = sys._getframe(1)
+    while frame is not None:
+        for name in {"use_megatron_fsdp", "use_torch_fsdp2"}.intersection(frame.f_code.co_varnames):
+            if frame.f_locals.get(name) is True:
+                found[name] = True
+        frame = frame.f_back
+    return found
+
+
+@functools.cache
+def _asked_for_by(kind: type) -> set[str]:
+    """Return the settings that add modules of type ``kind`` to a model, by its packages."""
+    found = set()
+    for base in kind.__mro__:
+        package = base.__module__.split(".")
+        # packages of Bridge and of NeMo, and the library of that name
+        if "peft" in package:
+            found.add("peft")
+        elif package[0] == "modelopt":
+            found.add("modelopt_enabled")
+        elif package[:3] == ["torch", "distributed", "fsdp"]:
+            found.add("use_torch_fsdp2")
+        elif "megatron_fsdp" in package:
+            found.add("use_megatron_fsdp")
+    return found

@@ -1,0 +1,130 @@
+"""Read the jobs of a file: a launch script, YAML or JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
+from typing import Any
+
+from megatron_hecate.files import read_file
+from megatron_hecate.tools.files import jobs
+from megatron_hecate.tools.files.shell_text import looks_like_script
+
+# values of a YAML document, aliases replaced, that are read at most; jobs have some hundred
+LARGEST = 100_000
+
+
+def read_jobs(
+    path: Path, environment: Mapping[str, str], names: Iterable[str], *, switches: Set[str]
+) -> list[jobs.JobSettings]:
+    """Return the jobs of a file of any known kind.
+
+    Args:
+        path: file to read.
+        environment: variables of the shell that starts the job.
+        names: settings of which a command of a script must have at least one.
+        switches: settings that are true or false, whose flags take no value in Megatron.
+
+    Raises:
+        ValueError: for a file that cannot be read, or without settings.
+    """
+    try:
+        text = read_file(path).decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot be read: {error}") from None
+    found = _of_text(text, path.suffix.lower(), environment, names, switches=switches)
+    return [dataclasses.replace(job, folder=path.parent) for job in found]
+
+
+def _of_text(
+    text: str,
+    suffix: str,
+    environment: Mapping[str, str],
+    names: Iterable[str],
+    *,
+    switches: Set[str],
+) -> list[jobs.JobSettings]:
+    if looks_like_script(text, suffix):
+        found = jobs.of_script(text, environment, names, switches=switches)
+        if not found:
+            raise ValueError(
+                "holds no command with flags of Megatron, such as --expert-model-parallel-size"
+            )
+        return found
+    data = _parse(text, suffix)
+    if not data or not isinstance(data, Mapping | list):
+        raise ValueError(f"holds {data!r}, not a mapping of settings or a list of such")
+    if isinstance(data, Mapping):
+        return jobs.of_mapping(data, environment)
+    return _of_list(data, environment)
+
+
+def _of_list(entries: list, environment: Mapping[str, str]) -> list[jobs.JobSettings]:
+    found = []
+    for number, entry in enumerate(entries, start=1):
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"entry {number} is {entry!r}, not a mapping of settings")
+        name = entry.get("name") or entry.get("case") or f"entry {number}"
+        for job in jobs.of_mapping(entry, environment):
+            role = f", {job.name}" if job.name else ""
+            found.append(dataclasses.replace(job, name=f"{name}{role}", is_listed=True))
+    return found
+
+
+def _parse(text: str, suffix: str) -> Any:
+    if suffix not in (".yaml", ".yml"):
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"is not JSON: {error}") from None
+    try:
+        import yaml
+    except ImportError:
+        raise ValueError("needs PyYAML (pip install pyyaml), which JSON does not") from None
+    # A class of our own, because constructors are added to the class. Tags of frameworks, such as
+    # !override, change no setting's value, so they are ignored.
+    kind = type("Loader", (yaml.SafeLoader,), {})
+    kind.add_multi_constructor("", _construct)
+    try:
+        loader = kind(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
+    # Constructors raise errors of their own, such as for dates.
+    except (yaml.YAMLError, AttributeError, TypeError) as error:
+        raise ValueError(f"is not YAML: {error}") from None
+
+
+def _check_size(document: Any) -> None:
+    """Raise a ValueError for a YAML document that is small only as long as aliases are not read.
+
+    Args:
+        document: node of the whole document, in which aliases are the nodes that they refer to.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 1
+            for part in node.value if isinstance(node.value, list) else ():
+                # a mapping has pairs of nodes
+                sizes[id(node)] += sum(map(size, part if isinstance(part, tuple) else (part,)))
+        return sizes[id(node)]
+
+    # a document without aliases may be as large as it is
+    if size(document) > max(LARGEST, len(sizes)):
+        raise ValueError(
+            f"holds more than {LARGEST} values once its aliases (*NAME) are replaced; "
+            "write out the settings of the job"
+        )
+
+
+def _construct(loader: Any, _: str, node: Any) -> Any:
+    """Construct the value of a YAML node as if it had no tag."""
+    kind = type(node).__name__.removesuffix("Node").lower()
+    deep = {} if kind == "scalar" else {"deep": True}
+    return getattr(loader, f"construct_{kind}")(node, **deep)

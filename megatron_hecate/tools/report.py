@@ -1,0 +1,166 @@
+"""``megatron-hecate report RUN_DIR [RUN_DIR]``: page about one or two recorded runs.
+
+The page is one file that needs no network: a template, its data, and a small plotting library
+(uPlot). Iterations are averaged in groups where a chart has fewer points than the run has
+iterations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_hecate import files, trace
+from megatron_hecate.tools.report_content import COLUMNS, Run, as_csv, content
+
+PAGE = Path(__file__).with_name("page")
+# files that replace their names in the template
+PARTS = (
+    "uplot.min.css",
+    "uplot.min.js",
+    "uplot.LICENSE",
+    "page.css",
+    "charts.js",
+    "summary.js",
+    "page.js",
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="megatron-hecate report", description="Write a page about one or two recorded runs."
+    )
+    parser.add_argument(
+        "run_dirs",
+        metavar="RUN_DIR",
+        nargs="+",
+        type=Path,
+        help="folder of a recorded run; of two, the second is shown beside the first",
+    )
+    parser.add_argument("--out", type=Path, help="the page (default: report.html in RUN_DIR)")
+    parser.add_argument(
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="also write the figures of layers as .csv, or all figures as .json",
+    )
+    parser.add_argument(
+        "--stages", type=int, help="number of pipeline stages, for Megatron's own files"
+    )
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; returns its exit status."""
+    parser = make_parser()
+    flags = parser.parse_args(argv)
+    if len(flags.run_dirs) > 2:
+        parser.error(f"one or two folders, got {len(flags.run_dirs)}")
+    if flags.export is not None and flags.export.suffix not in (".csv", ".json"):
+        parser.error(f"--export {flags.export}: the name must end with .csv or .json")
+    folder = flags.run_dirs[-1]
+    out = flags.out or folder / "report.html"
+    _check_outputs(parser, [out, *([flags.export] if flags.export else [])], flags.run_dirs)
+    lines: list[str] = []
+    obstacles: list[str] = []
+    try:
+        if (merged := trace.merge(folder)) is not None:
+            lines.append(f"The trace of all ranks is {merged}: open it in ui.perfetto.dev.")
+    # Loads are shown without it.
+    except OSError as error:
+        lines.append(f"The trace of all ranks is not written: {error}.")
+    except ValueError as error:
+        obstacles.append(f"no trace of all ranks: {error}")
+    try:
+        runs = [Run.read(one, stages=flags.stages, show_progress=True) for one in flags.run_dirs]
+        found = content(runs[-1], runs[0] if len(runs) > 1 else None)
+        _write_page(found, out)
+        lines += _summary(found)
+        lines.append(f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB).")
+        if flags.export is not None:
+            _export(found, flags.export)
+    except PermissionError as error:
+        obstacles.append(f"no report: {error}; name files that you can write, with --out FILE")
+    except (ValueError, OSError, MemoryError) as error:
+        obstacles.append(f"no report: {error or 'there is not enough memory'}")
+    # Not in the `try`: a closed pipe does not mean that there is no page.
+    if lines:
+        print("\n".join(lines))
+    if obstacles:
+        print("\n".join(obstacles), file=sys.stderr)
+    # As the parser, and as `what_if`.
+    return 2 if obstacles else 0
+
+
+def _check_outputs(
+    parser: argparse.ArgumentParser, outputs: Sequence[Path], run_dirs: Sequence[Path]
+) -> None:
+    """Exit if two outputs have one name, or one has the name of a recorded file."""
+    if len({path.absolute() for path in outputs}) < len(outputs):
+        parser.error(f"--out and --export name the same file, {outputs[0]}")
+    for path in outputs:
+        is_recorded = path.name.startswith(("run-", "loads-", "trace", "events-"))
+        if is_recorded and path.parent.resolve() in [folder.resolve() for folder in run_dirs]:
+            parser.error(f"{path} has the name of a recorded file; name another one")
+
+
+def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:
+    """Write the page about the record in ``folder`` to ``out``; returns the page's summary.
+
+    Args:
+        folder: run folder, or a folder of Megatron's own files.
+        out: path of the page.
+        stages: number of pipeline stages, see `read_megatron`.
+
+    Raises:
+        ValueError: for a folder without a record, or a record that cannot be read.
+        OSError: when ``out`` cannot be written.
+    """
+    found = content(Run.read(folder, stages=stages))
+    _write_page(found, out)
+    return _summary(found)
+
+
+def _summary(found: dict[str, Any]) -> list[str]:
+    """Return the verdict, the sentences of the page, and the next command."""
+    verdict = found["verdict"]
+    lines = [verdict["text"], verdict["reason"], *found["words"]]
+    if (compared := found["compared"]) is not None:
+        return [*lines, "", *_table(compared["heads"], compared["rows"])]
+    return [*lines, verdict["purpose"], f"    {verdict['command']}"]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    """Format one line for each figure, with a column for each run."""
+    columns = [heads, *([str(cell) for cell in row] for row in rows)]
+    widths = [max(map(len, column)) for column in columns]
+    return [
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in zip(*columns, strict=True)
+    ]
+
+
+def _write_page(found: dict[str, Any], out: Path) -> None:
+    """Write the page with its data to ``out``."""
+    page = (PAGE / "page.html").read_text("utf-8")
+    for name in PARTS:
+        page = page.replace(f"/*{name}*/", (PAGE / name).read_text("utf-8"))
+    found = {**found, "columns": COLUMNS}
+    # "<" is escaped so that no name in the data can close the script element.
+    data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    files.replace(out, page.replace("/*data*/", data))
+
+
+def _export(found: dict[str, Any], path: Path) -> None:
+    """Write figures to ``path``: of layers as CSV, or all but the pictures as JSON."""
+    if path.suffix == ".csv":
+        files.replace(path, as_csv(found))
+        return
+    pictures = ("loads", "spread", "hot")
+    kept = {name: value for name, value in found.items() if name not in pictures}
+    files.replace(path, json.dumps({**kept, "columns": COLUMNS}, indent=1) + "\n")

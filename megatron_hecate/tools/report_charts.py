@@ -1,0 +1,196 @@
+"""Chart data of the report's page: lines over iterations, and pictures of layers and ranks."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from megatron_hecate.record.analysis import Figures
+from megatron_hecate.tools.modelled_run import ModelledRun
+
+# most points of a line
+POINTS: int = 1000
+# largest number in a packed picture; one more marks cells without tokens
+LEVELS: int = 65534
+MIB = 2.0**20
+
+# name, colour of page.css, values [T]
+_Series = tuple[str, str, np.ndarray]
+# first iteration of a group, and one past its last
+_Group = tuple[int, int]
+
+
+def groups_of(num: int, most: int) -> list[_Group]:
+    """Split ``num`` iterations into at most ``most`` groups of about equal length."""
+    return list(itertools.pairwise(np.linspace(0, num, min(num, most) + 1).astype(int).tolist()))
+
+
+def lines(
+    figures: Figures, modelled: ModelledRun | None, groups: Sequence[_Group]
+) -> dict[str, Any]:
+    """Build the charts over iterations: a unit, and series of (name, colour, values)."""
+    charts: dict[str, tuple[str, list[_Series]]] = {
+        "imbalance": ("times the mean", _imbalance_series(figures)),
+        "memory": _memory(figures),
+    }
+    if modelled is not None:
+        charts["lost"] = ("ms per step", _time_series(modelled))
+        if len(figures.before) > 1:
+            charts["step"] = ("ms", _step_series(modelled))
+        if not figures.observed:
+            charts["copies"] = ("ms per step", _copy_series(figures))
+    found = {}
+    for chart, (unit, series) in charts.items():
+        grouped = [
+            (name, colour, [_mean(values[a:b]) for a, b in groups])
+            for name, colour, values in series
+        ]
+        found[chart] = {"unit": unit, "series": grouped}
+    return found
+
+
+def _mean(values: np.ndarray) -> float | None:
+    """Average the known values of a group; ``None`` without any."""
+    known = values[~np.isnan(values)]
+    if not len(known):
+        return None
+    return short(known.mean())
+
+
+def _step_series(modelled: ModelledRun) -> list[_Series]:
+    """Build the time of a step: measured, modelled as it ran, as stock, under forced balance."""
+    series = [("measured", "grey", modelled.figures.steps_ms)]
+    if modelled.figures.observed:
+        series.append(("modelled", "before", modelled.stock_ms))
+    else:
+        series.append(("modelled, with FSSDP", "after", modelled.run_ms))
+        series.append(("modelled, stock", "before", modelled.stock_ms))
+    series.append(("modelled, forced balance", "won", modelled.forced_ms))
+    return series
+
+
+def _imbalance_series(figures: Figures) -> list[_Series]:
+    """Build quantiles over the layers of the fullest rank's load."""
+    sides = [("routed", "before", figures.waits)]
+    if not figures.observed:
+        sides.append(("computed", "after", figures.waits_computed))
+    names = ("worst layer", "90 % of layers below", "median layer", "10 % of layers below")
+    series = []
+    for what, colour, ratios in sides:
+        quantiles = np.quantile(ratios, (1.0, 0.9, 0.5, 0.1), axis=1)
+        for name, values in zip(names, quantiles, strict=True):
+            series.append((f"as {what}, {name}", colour, values))
+    return series
+
+
+def _time_series(modelled: ModelledRun) -> list[_Series]:
+    """Build the milliseconds per step lost to imbalance and won back."""
+    lost = modelled.lost_ms
+    series = [("lost, as routed", "before", lost)]
+    if not modelled.figures.observed:
+        series += [
+            ("lost, with FSSDP", "after", modelled.left_ms),
+            ("won back, net", "won", lost - modelled.left_ms),
+            ("what replicas cost, in both", "grey", modelled.price_ms),
+        ]
+    return series
+
+
+def _copy_series(figures: Figures) -> list[_Series]:
+    """Build the milliseconds per step of copies, hidden behind compute and not."""
+    copying = figures.copying_ms
+    return [
+        ("all copies", "grey", figures.of_step(copying)),
+        ("hidden behind compute", "after", figures.of_step(figures.hidden_ms)),
+        ("not hidden", "before", figures.of_step(copying - figures.hidden_ms)),
+    ]
+
+
+def _memory(figures: Figures) -> tuple[str, list[_Series]]:
+    """Build the chart of memory: its unit, and series.
+
+    A record without sizes gives tokens of the experts' inputs instead of bytes.
+    """
+    sides = [("stock", "before", figures.before)]
+    if not figures.observed:
+        sides.append(("FSSDP", "after", figures.after))
+    if not all(info.memory for info in figures.stages or [figures.record.info]):
+        return "tokens", [
+            (f"{what}, experts' inputs", colour, figures.memory(load))
+            for what, colour, load in sides
+        ]
+    homes = ("weights", "grads", "optimizer")
+    replicas = ("replica_weights", "replica_grads", "transport")
+    no_tokens = 0 * figures.before
+    series = []
+    for what, colour, load in sides:
+        parts = homes if what == "stock" else homes + replicas
+        series.append((f"{what}, all", colour, figures.memory(load, *parts)))
+    homes_only = figures.memory(no_tokens, *homes)
+    series.append(("homes: weights, gradients, optimizer", "grey", homes_only))
+    if not figures.observed:
+        buffers = figures.memory(no_tokens, *replicas)
+        series.append(("replicas: buffers for all slots", "won", buffers))
+    for what, colour, load in sides:
+        series.append((f"{what}, activations of experts", colour, figures.memory(load)))
+    return "MiB", [(name, colour, values / MIB) for name, colour, values in series]
+
+
+def picture(
+    iteration: np.ndarray, parts: Sequence[np.ndarray], over: np.ndarray, cells: int
+) -> dict[str, Any]:
+    """Build a picture of ratios, for groups of iterations and for the whole run.
+
+    Args:
+        iteration: numbers of the iterations, [T].
+        parts: numerators, each [T, L, X], summed over a group.
+        over: denominator [T, L], summed over a group.
+        cells: most cells of the picture.
+
+    Returns:
+        First and last iteration of each group, and for each part packed arrays [L, X, B] (B
+        groups) and [L, X, 1] (whole run): 16 bits for a number from 0 to ``top``, little endian,
+        as base64.
+    """
+    num, layers, rows = parts[0].shape
+    groups = groups_of(num, min(POINTS // 4, max(1, cells // (layers * rows))))
+    by_group = [_ratios(part, over, groups) for part in parts]
+    whole = [_ratios(part, over, [(0, num)]) for part in parts]
+    top = max(float(np.nanmax(array, initial=1.0)) for array in by_group + whole)
+    return {
+        "groups": [(int(iteration[a]), int(iteration[b - 1])) for a, b in groups],
+        "top": top,
+        "parts": [_pack(array, top) for array in by_group],
+        "whole": [_pack(array, top) for array in whole],
+    }
+
+
+def _ratios(part: np.ndarray, over: np.ndarray, groups: Sequence[_Group]) -> np.ndarray:
+    """Divide sums of ``part`` [T, L, X] over groups by sums of ``over`` [T, L]; NaN for 0 / 0."""
+    above = _group_sums(part, groups)
+    below = _group_sums(over[:, :, None], groups)
+    return np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
+
+
+def _group_sums(values: np.ndarray, groups: Sequence[_Group]) -> np.ndarray:
+    """Sum ``values`` [T, L, X] over each group, [L, X, B]."""
+    return np.stack([values[a:b].sum(axis=0) for a, b in groups], axis=-1)
+
+
+def _pack(values: np.ndarray, top: float) -> str:
+    """Encode values from 0 to ``top`` in 16 bits each, as base64."""
+    scaled = np.rint(np.nan_to_num(values) * (LEVELS / top))
+    levels = np.where(np.isnan(values), LEVELS + 1, scaled)
+    return base64.b64encode(levels.astype("<u2").tobytes()).decode()
+
+
+def short(value: float, *, missing: bool = False) -> float | None:
+    """Round a number; ``missing``: NaN becomes ``None``."""
+    if missing and math.isnan(value):
+        return None
+    return round(float(value), 6)

@@ -1,0 +1,324 @@
+"""Sentences of the report's page: verdict, reasons, decisions for layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+import shlex
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+
+from megatron_hecate.plan.replicas import BALANCED
+from megatron_hecate.record.analysis import Figures
+from megatron_hecate.record.rank_speed import MARGIN
+from megatron_hecate.tools.comparison import Comparison
+from megatron_hecate.tools.modelled_run import ModelledRun
+from megatron_hecate.tools.outcome import EXPERT_COMPUTE, Outcome
+from megatron_hecate.tools.recommendation import expert_range, flags_of, share_range
+
+# Slow or hot ranks of a stage that the page names.
+RANKS: int = 8
+# Obstacle of records without sizes or speeds.
+NO_SIZES = "the record holds no sizes or no speeds"
+# Flags of `what_if` that change the layout.
+LAYOUT = "--ranks, --ep, --microbatches"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """First sentence of the page, its reason, and the command to run next.
+
+    Args:
+        kind: ``won`` or ``lost`` for a symbol, or ``neutral``.
+        text: one sentence with a range.
+        reason: further explanation; may be empty.
+        command: command to run next.
+        purpose: what the command is for.
+    """
+
+    kind: str
+    text: str
+    reason: str
+    command: str
+    purpose: str
+
+
+def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = "") -> Verdict:
+    """Judge an observed run.
+
+    Args:
+        found: comparison of FSSDP's settings; ``None`` if the record is not enough for it.
+        folder: folder of the run.
+        obstacle: why there is no comparison.
+    """
+    what_if = f"megatron-hecate what-if {shlex.quote(str(folder))}"
+    if found is None:
+        command = what_if
+        purpose = "Simulate other settings:"
+        if obstacle == NO_SIZES:
+            command += " --model NAME --cluster NAME --ranks N --step-ms MS"
+            purpose = "Name the model and the machine:"
+        return _no_verdict(obstacle, command=command, purpose=purpose)
+    advice = found.advice
+    reason = f"As what-if says: {advice.text}."
+    way = advice.considered
+    if way is None:
+        text = "Do not switch FSSDP on: the experts do not fit into a rank's memory."
+        if found.job.world.num_ranks == 1:
+            text = "Do not switch FSSDP on: one rank holds all experts, so there is nothing to win."
+        return Verdict(
+            kind="neutral",
+            text=text,
+            reason=reason,
+            command=what_if,
+            purpose=f"Try other layouts with what-if ({LAYOUT}):",
+        )
+    share = _share_of_step(found, way)
+    if advice.verdict == "yes":
+        return Verdict(
+            kind="won",
+            text=f"Switch FSSDP on: it would save {share}.",
+            reason=reason,
+            command=(
+                f"torchrun ... -m megatron_hecate --moe-fssdp {flags_of(way)} "
+                f"--moe-fssdp-record {shlex.quote(f'{folder}-fssdp')} SCRIPT ..."
+            ),
+            purpose="Train with it, then compare both records with megatron-hecate report:",
+        )
+    if advice.verdict == "unknown":
+        return Verdict(
+            kind="neutral",
+            text=f"No verdict without the time of a step: FSSDP might save {share}.",
+            reason=reason,
+            command=f"{what_if} --step-ms MS",
+            purpose="Give the time of a step:",
+        )
+    return Verdict(
+        kind="neutral",
+        text=f"Do not switch FSSDP on: it would save {share}, less than 3 %.",
+        reason=reason,
+        command=what_if,
+        purpose=f"Try other layouts with what-if ({LAYOUT}):",
+    )
+
+
+def _share_of_step(found: Comparison, way: Outcome) -> str:
+    """Format the range of the share of a stock step that ``way`` saves."""
+    gain = 1 - way.seconds / found.stock.seconds
+    if found.settings.step_ms is None:
+        low, high = share_range(gain, found.error)
+    elif found.settings.measured:
+        low, high = gain, gain
+    else:
+        compute = way.parts[EXPERT_COMPUTE] / found.stock.seconds
+        low, high = expert_range(gain, compute)
+    return f"{100 * low:.1f} to {100 * high:.1f} % of a step"
+
+
+def _no_verdict(obstacle: str, *, command: str, purpose: str) -> Verdict:
+    """Explain that times are unknown because of an ``obstacle``."""
+    reason = "The page shows loads alone."
+    # the job is built as what-if builds it, which raises errors about its own flags
+    if re.search(r"--(?!moe-fssdp)[a-z]", obstacle):
+        reason += " The flags are those of megatron-hecate what-if."
+    return Verdict(
+        kind="neutral",
+        text=f"No verdict, since times are not known: {obstacle}.",
+        reason=reason,
+        command=command,
+        purpose=purpose,
+    )
+
+
+def verdict_on_fssdp(
+    figures: Figures, modelled: ModelledRun | None, folder: Path, *, obstacle: str = ""
+) -> Verdict:
+    """Judge a run with FSSDP.
+
+    Args:
+        figures: figures of the run.
+        modelled: modelled times; ``None`` if unknown.
+        folder: folder of the run.
+        obstacle: why they are unknown.
+    """
+    command = f"megatron-hecate report STOCK_RUN {shlex.quote(str(folder))}"
+    purpose = "Compare with a run of --moe-fssdp-observe:"
+    if modelled is None:
+        return _no_verdict(obstacle, command=command, purpose=purpose)
+    lost = float(modelled.lost_ms.mean())
+    won = lost - float(modelled.left_ms.mean())
+    price = ms_text(float(modelled.price_ms.mean()))
+    stock = float(modelled.stock_ms.mean())
+    low, high = expert_range(won, modelled.parts_ms()[EXPERT_COMPUTE][1])
+    share = f"{100 * low / stock:.1f} to {100 * high / stock:.1f} % of a stock step"
+    reason = (
+        f"Stock would have lost {ms_text(lost)} per step to imbalance. Net of the replicas' cost "
+        f"of {price}, FSSDP won back {ms_text(won)}. The range is that of the experts' speed."
+    )
+    if won < 0:
+        return Verdict(
+            kind="lost",
+            text=f"FSSDP cost more than it won: {ms_text(-won)} per step.",
+            reason=(
+                f"Stock would have lost {ms_text(lost)} per step to imbalance; replicas took "
+                f"{price}. Use fewer slots, or none."
+            ),
+            command=command,
+            purpose=purpose,
+        )
+    return Verdict(
+        kind="won",
+        text=f"FSSDP won back {ms_text(won)} per step, {share}.",
+        reason=reason,
+        command=command,
+        purpose=purpose,
+    )
+
+
+def sentences(figures: Figures, mean: Mapping[str, float]) -> list[str]:
+    """Summarize the run in a few sentences."""
+    record = figures.record
+    num, layers, experts = record.load.shape
+    first, last = record.iteration[[0, -1]]
+    nodes = len(set(record.info.node))
+    about = (
+        f"The record holds {count(num, 'iteration')} ({first} to {last}) of "
+        f"{count(layers, 'MoE layer')} with {experts} experts over "
+        f"{count(record.info.ranks, 'rank')} on {count(nodes, 'node')}. "
+        f"FSSDP was {'off' if figures.observed else 'on'}."
+    )
+    found = [about, _imbalance_text(figures, mean)]
+    if figures.fullest is record.peak:
+        found.append("Loads of the fullest rank are those of each microbatch.")
+    if not figures.observed:
+        found.append(_copies_text(figures))
+    return found + _speed_texts(figures)
+
+
+def _speed_texts(figures: Figures) -> list[str]:
+    """Name slow ranks, and hot ranks where FSSDP was off; empty if experts were not timed."""
+    found: list[str] = []
+    for stage, speeds in figures.rank_speeds.items():
+        of_stage = f" of stage {stage}" if len(figures.rank_speeds) > 1 else ""
+        shown = [speed for speed in speeds if speed.is_slow or (speed.is_hot and figures.observed)]
+        shown.sort(key=lambda speed: (not speed.is_slow, -speed.pace))
+        for speed in shown[:RANKS]:
+            text = speed.describe(f"rank {speed.rank}{of_stage}")
+            found.append(f"{text[0].upper()}{text[1:]}.")
+    every = itertools.chain.from_iterable(figures.rank_speeds.values())
+    known = [speed for speed in every if not math.isnan(speed.pace)]
+    if known and not any(speed.is_slow for speed in known):
+        found.append(
+            f"No rank is slow: none needs {MARGIN:.0%} more time per token than the others."
+        )
+    return found
+
+
+def _imbalance_text(figures: Figures, mean: Mapping[str, float]) -> str:
+    """State the imbalance as routed and, with FSSDP, as computed."""
+    worst = figures.waits.max()
+    text = (
+        f"As routed, the fullest rank had {mean['before']:.2f} times the mean load, and "
+        f"{worst:.2f} times at worst (one layer in one iteration); all other ranks wait for it."
+    )
+    if figures.observed:
+        return text
+    worst = figures.waits_computed.max()
+    text += (
+        f" With FSSDP the fullest rank computed {mean['after']:.3f} times the mean, "
+        f"and {worst:.2f} times at worst."
+    )
+    if moves := figures.moves:
+        text += (
+            f" Experts changed homes {count(moves, 'time')}; "
+            "the figures do not include the time of these moves."
+        )
+    return text
+
+
+def _copies_text(figures: Figures) -> str:
+    """State the number of replicas, of late replicas, and the share of layers without any."""
+    record = figures.record
+    replicas = figures.replicas.sum(axis=2)
+    late = 0 if record.late is None else int(record.late.sum())
+    text = (
+        f"A layer had {replicas.mean():.1f} replicas on average; "
+        f"in all, layers fetched {count(late, 'replica')} after the gate."
+    )
+    bypassed = (replicas == 0).mean()
+    if bypassed and record.info.slots:
+        text += (
+            f" In {percent(bypassed)} of all cases a layer had none: "
+            "copies did not pay, or there was no forecast yet."
+        )
+    return text
+
+
+def decision(figures: Figures, row: Sequence[float]) -> str:
+    """Name the decision for a layer; `reasons` explains it.
+
+    Args:
+        figures: figures of the run.
+        row: the layer's numbers, see `report_content.COLUMNS`.
+    """
+    before, *_ = row
+    replicas, lost = row[4], row[7]
+    if replicas:
+        return "Replicas"
+    if before <= BALANCED:
+        return "Balanced"
+    if figures.observed:
+        return "Uneven"
+    if not figures.record.info.slots:
+        return "No slots"
+    costs = figures.costs
+    if costs is not None and costs.routing_ms + costs.computing_ms >= lost:
+        return "Not worth it"
+    return "Copies would not pay"
+
+
+def reasons(figures: Figures, decisions: Collection[str]) -> dict[str, str]:
+    """Explain the decisions that occur.
+
+    Args:
+        figures: figures of the run.
+        decisions: names of `decision`.
+    """
+    costs = figures.costs
+    least = ms_text(costs.routing_ms + costs.computing_ms) if costs is not None else "their time"
+    texts = {
+        "Replicas": "ranks held replicas, which took tokens off the fullest rank.",
+        "Balanced": (
+            f"the fullest rank is within {percent(BALANCED - 1)} of the mean: little to win."
+        ),
+        "Uneven": "ranks wait for the fullest one; FSSDP was off.",
+        "No slots": "uneven, but there were no slots for replicas.",
+        "Not worth it": (
+            f"one replica takes {least} without copy and tokens, more than there is to win."
+        ),
+        "Copies would not pay": "uneven, but copies cost more than they win, by the cost model.",
+    }
+    return {name: text for name, text in texts.items() if name in decisions}
+
+
+def count(number: int, what: str) -> str:
+    """Format a number with its noun."""
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def percent(share: float) -> str:
+    """Format a share."""
+    return f"{100 * share:.1f} %"
+
+
+def ms_text(milliseconds: float) -> str:
+    """Format milliseconds with three digits; from 1 s on, in seconds."""
+    if 0 < abs(milliseconds) < 1e-3:
+        return "less than 0.001 ms"
+    if abs(milliseconds) >= 999.5:
+        return f"{milliseconds / 1e3:.2f} s"
+    if abs(milliseconds) >= 99.5:
+        return f"{milliseconds:.0f} ms"
+    return f"{milliseconds:.3g} ms"

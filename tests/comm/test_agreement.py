@@ -1,0 +1,68 @@
+"""What ranks tell each other. Oracle: literal messages."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+from ranks import ranks
+
+from megatron_hecate.comm.agreement import LISTED, Note, assert_same
+
+
+@ranks(3)
+def test_notes_are_compared() -> None:
+    """Every rank raises the same error, which lists all that speaks against it; rank 0 alone sees the notes."""
+    rank = dist.get_rank()
+    good = Note({"slots": 2}, [f"layer {rank}"] if rank else [], [], memory={"free": 10 * rank})
+    decided, notes = good.agree(
+        timeout=20.0, judge=lambda notes: ([], max(note.memory["free"] for note in notes))
+    )
+    assert decided == 20 and [note.memory["free"] for note in notes] == (
+        [] if rank else [0, 10, 20]
+    )
+    bad = Note({"slots": 2 + (rank == 2)}, [], ["it is monday"] if rank == 1 else [])
+    with pytest.raises(ValueError) as caught:
+        bad.agree(timeout=20.0, judge=lambda notes: ([f"{len(notes)} are too many"], None))
+    assert str(caught.value) == (
+        "FSSDP cannot be switched on:\n  - it is monday\n  - rank 2 has slots=3, rank 0 has slots=2\n"
+        "  - the model has no MoE layer; set --num-experts, or leave --moe-fssdp off\n  - 3 are too many"
+    )
+    if rank:
+        with pytest.raises(
+            TimeoutError,
+            match=rf"FSSDP: rank {rank} waited 0.5 s for ranks \[0\] to switch FSSDP on",
+        ):
+            good.agree(timeout=0.5)
+    dist.barrier()
+
+
+@ranks(3)
+def test_many_problems_are_listed_by_rank_0_and_counted_elsewhere() -> None:
+    """So that what all ranks of a large job read stays small; ranks with the same settings share a line."""
+    rank = dist.get_rank()
+    bad = Note({"slots": 2 + min(rank, 1)}, ["layer 1"], [f"rank {rank}: {i}" for i in range(40)])
+    with pytest.raises(ValueError) as caught:
+        bad.agree(timeout=20.0)
+    lines = [f"  - rank {r}: {i}" for r in range(3) for i in range(40)]
+    lines.append("  - ranks 1-2 have slots=3, rank 0 has slots=2")
+    shown = lines if rank == 0 else [*lines[:LISTED], f"  - and {121 - LISTED} more"]
+    assert str(caught.value).splitlines()[1:] == shown
+
+
+@ranks(2)
+def test_an_exception_of_the_judge_reaches_all() -> None:
+    with pytest.raises(
+        RuntimeError,
+        match="rank 0 failed while it evaluated the messages of all ranks: ZeroDivisionError",
+    ):
+        Note(layers=["layer 1"]).agree(timeout=20.0, judge=lambda notes: ([], 1 // 0))
+    assert Note(layers=["layer 1"]).agree(timeout=20.0)[0] is None
+
+
+@ranks(2)
+def test_numbers_that_differ_are_named() -> None:
+    assert_same(7, dist.group.WORLD, label="layer 1", timeout=20.0)
+    with pytest.raises(
+        AssertionError, match=r"layer 1: ranks of \[0, 1\] planned differently: \[0, -5\]"
+    ):
+        assert_same(-5 * dist.get_rank(), dist.group.WORLD, label="layer 1", timeout=20.0)

@@ -1,0 +1,119 @@
+"""Background threads at the interpreter's exit. Oracle: the exit status of a process whose threads are daemons of
+CPython's own (SIGABRT), and of one without threads (0)."""
+
+from __future__ import annotations
+
+import ast
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import megatron_hecate
+
+PACKAGE = Path(megatron_hecate.__file__).parent
+BUSY = """
+import sys, threading, time
+import numpy as np
+import torch
+from megatron_hecate.faults.background import BackgroundThread
+
+ones = torch.ones(8)
+
+def free_tensors():  # torch releases the interpreter's lock to free a tensor
+    while True:
+        ones.numpy().view(np.int32)[0]
+        (ones + 1).sum()
+        if stopping():
+            return
+"""
+DAEMON = """
+stopping = lambda: False
+for _ in range(4):
+    threading.Thread(target=free_tensors, daemon=True).start()
+time.sleep(0.05)
+"""
+BACKGROUND = """
+stopping = lambda: threading.current_thread().stopping.is_set()
+for _ in range(4):
+    BackgroundThread("busy", free_tensors).start()
+time.sleep(0.05)
+"""
+
+
+def _run(code: str, *, seconds: float = 60) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+    )
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 14), reason="there daemon threads hang instead")
+def test_a_daemon_thread_in_torch_aborts_the_process() -> None:
+    """Else the tests below show nothing."""
+    statuses = [_run(BUSY + DAEMON).returncode for _ in range(3)]
+    assert -signal.SIGABRT in statuses, statuses
+
+
+def test_a_background_thread_in_torch_does_not() -> None:
+    for _ in range(3):
+        done = _run(BUSY + BACKGROUND)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_exit_status_of_an_error_stays() -> None:
+    done = _run(BUSY + BACKGROUND + "sys.exit(7)")
+    assert (done.returncode, done.stderr) == (7, "")
+
+
+def test_a_thread_without_end_delays_the_exit_by_its_patience() -> None:
+    code = BUSY + "BackgroundThread('stuck', lambda: time.sleep(60), patience=0.5).start()"
+    plain = time.monotonic()
+    assert _run(BUSY).returncode == 0
+    began = time.monotonic()
+    assert _run(code).returncode == 0
+    assert time.monotonic() - began < began - plain + 3
+
+
+def test_a_thread_that_waits_for_its_store_ends() -> None:
+    """The store's host keeps the connection and does not answer. Oracle: exit status 0 within seconds."""
+    code = """
+import sys, time
+import torch.distributed as dist
+from megatron_hecate.faults.store_thread import StoreThread
+
+class Waiting(StoreThread):
+    def run(self):
+        try:
+            self._store.get("never")
+        except Exception as error:
+            print("ended")
+
+server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
+thread = Waiting("waiting", store)
+thread.start()
+time.sleep(0.5)
+"""
+    began = time.monotonic()
+    done = _run(code)
+    assert done.returncode == 0 and "ended" in done.stdout, done
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.fast
+def test_all_threads_of_the_package_are_background_threads() -> None:
+    """A daemon thread of CPython's own may abort the process at its exit, see above."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            keywords = {key.arg for key in node.keywords} if isinstance(node, ast.Call) else set()
+            set_later = isinstance(node, ast.Attribute) and node.attr == "daemon"
+            if "daemon" in keywords or set_later:
+                found.append(f"{path.relative_to(PACKAGE)}")
+    assert found == ["faults/background.py"], found

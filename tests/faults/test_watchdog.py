@@ -1,0 +1,259 @@
+"""Who is everyone waiting for: real ranks, one of which stands still while Megatron's own all-to-all waits for it.
+
+Oracle: which rank was stopped, and where; literal lines; and an undisturbed run of the same training.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import ranks
+
+from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.faults import watchdog
+
+TIMEOUT = 2.0
+
+
+def _start_over_tcp() -> Callable[[int], str]:
+    """The job gets a TCPStore, whose server is rank 0; returns what reads the output of a rank from now on."""
+    folder = Path(os.environ["TEST_FOLDER"])
+    rank, size = dist.get_rank(), dist.get_world_size()
+    port = [0]
+    if rank == 0:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = [free.getsockname()[1]]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        f"tcp://127.0.0.1:{port[0]}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=60),
+    )
+    out = (folder / f"out{rank}").open("a", buffering=1)
+    sys.stdout = out
+    os.dup2(out.fileno(), 2)  # torch's warnings, too
+    dist.barrier()
+    return lambda of: (folder / f"out{of}").read_text()
+
+
+def _lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "made no progress" in line]
+
+
+def _when_all_wait(
+    read: Callable[[int], str], waiting: list[int], act: Callable[[], None], lines: int = 1
+) -> None:
+    """Call ``act`` in a thread, once each of the ranks ``waiting`` has said so many lines."""
+
+    def watch() -> None:
+        deadline = time.monotonic() + 30
+        while (
+            any(len(_lines(read(rank))) < lines for rank in waiting) and time.monotonic() < deadline
+        ):
+            time.sleep(0.1)
+        act()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _train(case: Any, mode: str, **settings: Any) -> Any:
+    """Two steps of a model whose ranks have no replicas: only Megatron's own collectives wait."""
+    import tiny_gpt
+
+    if mode == "observe":
+        folder = os.environ["TEST_FOLDER"] + "/run"
+        hook = fssdp(HecateConfig(observe=True, record=folder, timeout=TIMEOUT))
+    else:
+        hook = tiny_gpt.fssdp_hook(slots=0, timeout=TIMEOUT)
+    return tiny_gpt.train(case, steps=2, hook=hook, **settings)
+
+
+def _lines_at(text: str, at: str) -> list[str]:
+    return [line for line in _lines(text) if f": iteration {at}. Behind: rank 2 " in line]
+
+
+def _until_all_wait(read: Callable[[int], str], at: str) -> None:
+    """On rank 2, for which everyone waits: until ranks 0 and 1 have said so, ``at`` an "iteration, place"."""
+    deadline = time.monotonic() + 30
+    while not all(_lines_at(read(rank), at) for rank in (0, 1)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _check_line(text: str, rank: int, at: str, behind: str) -> re.Match:
+    """The one line about ``rank``, which waits at "iteration, place", and where rank 2 is."""
+    (line,), since = _lines_at(text, at), r"since (?P<since>[\d: -]+)"
+    expected = rf"FSSDP: rank {rank} made no progress for (?P<seconds>\d+) s: iteration {at}\. "
+    found = re.fullmatch(
+        expected + rf"Behind: rank 2 on {socket.gethostname()} \({behind}, {since}\)", line
+    )
+    assert found, line
+    return found
+
+
+@pytest.mark.parametrize("mode", ["fssdp", pytest.param("observe", marks=pytest.mark.slow)])
+@ranks(3)
+def test_a_stopped_rank_is_named_and_training_goes_on(mode: str) -> None:
+    """Rank 2 stops as a process (SIGSTOP) between attention and router of layer 2, in the third iteration; then its
+    data loader hangs, in the fifth. In between it is slow, but moves."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(ep=3, experts=6)
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=5)
+    read = _start_over_tcp()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    tiny_gpt.initialize(case)
+    rank, folder = dist.get_rank(), Path(os.environ["TEST_FOLDER"])
+    (folder / f"pid{rank}").write_text(str(os.getpid()))
+    ours = _train(case, mode)
+    layer = tiny_gpt.moe_layers(ours.chunks)[1]
+
+    def stop(*_: Any) -> None:
+        if rank == 2:
+            hook.remove()
+            time.sleep(TIMEOUT / 2)  # it says where it is every quarter of the timeout
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    hook = layer.router.register_forward_pre_hook(stop)
+    if rank == 0:
+        stopped = int((folder / "pid2").read_text())
+        _when_all_wait(read, [0, 1], lambda: os.kill(stopped, signal.SIGCONT))
+    began = time.time()
+    ours.step(2)
+    hook.remove()
+    for survivor in (0, 1):
+        assert len(_lines(read(survivor))) == 1
+        # FSSDP decides before the router is called; an observed router says so when it runs
+        number = 1 if mode == "observe" else 2
+        state = rf"stopped or unreachable; last heartbeat: iteration 3, layer {number}"
+        found = _check_line(read(survivor), survivor, "3, layer 2", state)
+        assert int(found["seconds"]) + 1 >= TIMEOUT
+        assert time.mktime(time.strptime(found["since"], "%Y-%m-%d %H:%M:%S")) - began >= -2
+    slow = [part for moe in tiny_gpt.moe_layers(ours.chunks) for part in (moe.router, moe.experts)]
+    if rank == 2:  # it moves: each half of a layer takes less than the timeout, the step more
+        pauses = [
+            part.register_forward_pre_hook(lambda *_: time.sleep(0.35 * TIMEOUT)) for part in slow
+        ]
+    ours.step(3)
+    assert all(len(_lines(read(survivor))) == 1 for survivor in (0, 1)), (
+        "slow is not standing still"
+    )
+    if rank == 2:
+        for pause in pauses:
+            pause.remove()
+        _until_all_wait(read, "5, layer 1")  # the data loader
+    ours.step(4)
+    last = "the optimizer's step" if mode == "observe" else "after a backward"
+    for survivor in (0, 1):
+        _check_line(read(survivor), survivor, "5, layer 1", f"iteration 4, {last}")
+    ours.read_params()
+    assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
+    dist.barrier()
+    said = len(read(rank))
+    time.sleep(1.6 * TIMEOUT)  # all have come as far
+    reporter = watchdog._running
+    assert reporter.is_alive()
+    _start_over_tcp()  # the job's process group goes away, and its store, which rank 0 served
+    reporter.join(10)
+    assert not reporter.is_alive()
+    assert len(read(rank)) == said, read(rank)[said:]
+    watchdog.watch([[0, 1, 2]], timeout=TIMEOUT)
+    assert watchdog._running is not reporter and watchdog._running.is_alive()
+    dist.barrier()  # rank 0 serves the store
+
+
+@pytest.mark.parametrize("mode", [pytest.param("fssdp", marks=pytest.mark.slow), "observe"])
+@ranks(3)
+def test_a_rank_that_hangs_in_its_backward_is_named(mode: str) -> None:
+    """It lives, and hangs in turn before its backward begins, in the backward of experts and of the embedding, and in
+    the forward of experts: all ranks have then come through the same routers and dispatches."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(ep=3, experts=6)
+    tiny_gpt.initialize(case)
+    read = _start_over_tcp()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    tiny_gpt.initialize(case)
+    ours = _train(case, mode)
+    model, iteration, waits = ours.chunks[0].module, 2, ""
+
+    def hang(*_: Any) -> None:
+        hook.remove()
+        if dist.get_rank() == 2:
+            _until_all_wait(read, waits)
+
+    experts = tiny_gpt.moe_layers(ours.chunks)[0].experts
+    weight = next(p for name, p in experts.named_parameters() if "linear_fc2" in name)
+
+    def before_backward(act: Any) -> Any:
+        return model.register_forward_hook(lambda _, __, loss: loss.register_hook(act) and None)
+
+    for register, at, behind in (
+        (before_backward, "backward of layer 2", "layer 2"),
+        (weight.register_hook, "backward of layer 1", "backward of layer 1"),
+        (
+            model.embedding.word_embeddings.weight.register_hook,
+            "after a backward",
+            "backward of layer 1",
+        ),
+        (experts.register_forward_pre_hook, "layer 1", "layer 1"),
+    ):
+        iteration += 1
+        waits = f"{iteration}, {at}"
+        hook = register(hang)
+        ours.step(iteration - 1)
+        hook.remove()
+        for survivor in (0, 1):
+            _check_line(read(survivor), survivor, waits, f"iteration {iteration}, {behind}")
+    dist.barrier()  # rank 0 serves the store
+
+
+@ranks(2)
+def test_pipeline_stages_that_wait_for_each_other_tell_their_lines() -> None:
+    """The first stage's data loader hangs, in the third iteration. No rank is behind another one of its own group."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(ep=1, pp=2, accumulate=2)
+    tiny_gpt.initialize(case)
+    read = _start_over_tcp()
+    from megatron.core import parallel_state
+
+    parallel_state.destroy_model_parallel()
+    tiny_gpt.initialize(case)
+    ours = _train(case, "observe")
+    rank = dist.get_rank()
+    if rank == 0:
+        hang_in_the_loader(read)
+    ours.step(2)
+    dist.barrier()
+    (line,) = _lines(read(1))
+    assert re.fullmatch(
+        r"FSSDP: rank 1 made no progress for \d+ s: iteration 2, the optimizer's step\. No rank is behind its group\. "
+        r"Ranks are in test_watchdog\.py:\d+ hang_in_the_loader \(rank 0\); p2p_communication\.py:\d+ \w+ \(rank 1\)",
+        line,
+    ), line
+
+
+def hang_in_the_loader(read: Callable[[int], str]) -> None:
+    deadline = time.monotonic() + 30
+    while not _lines(read(1)) and time.monotonic() < deadline:
+        time.sleep(0.1)

@@ -1,0 +1,389 @@
+"""What FSSDP says when it cannot be switched on, and that the model is then as it was. Oracle: literal messages.
+
+Each test starts from a stock model of two MoE layers with 8 experts on two ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from model_state import snapshot
+from ranks import ranks
+
+
+def _stock_model() -> tuple[list, Any]:
+    """Model chunks and their config."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    return tiny_gpt.build(case)
+
+
+def test_a_way_in_that_does_not_fit_lists_what_is_gone() -> None:
+    from megatron_hecate.megatron import assumptions
+
+    parser = assumptions.TRAINING_ASSUMPTIONS[0]
+    assumptions.require((parser,), module="megatron_hecate.enable", by="Megatron")
+    gone = dataclasses.replace(parser, name="training.arguments:no_parser")
+    without = dataclasses.replace(parser, takes=("no_argument",))
+    message = (
+        r"^megatron_hecate\.enable does not fit this Megatron:\n"
+        r"  - megatron\.training\.arguments:no_parser \(.*\) is gone: module .*\n"
+        r"  - megatron\..* no longer takes no_argument$"
+    )
+    with pytest.raises(ImportError, match=message):
+        assumptions.require((gone, without), module="megatron_hecate.enable", by="Megatron")
+
+
+@ranks(2)
+def test_ep_of_one() -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(ep=1)
+    tiny_gpt.initialize(case)
+    chunks, _ = tiny_gpt.build(case)
+    before = snapshot(chunks)
+    with pytest.raises(
+        ValueError, match=r"expert_model_parallel_size=1: .* or --expert-model-parallel-size 2"
+    ):
+        tiny_gpt.fssdp_hook()(chunks)
+    assert snapshot(chunks) == before
+
+
+@ranks(2)
+def test_too_many_slots_and_no_file_with_speeds() -> None:
+    import tiny_gpt
+
+    chunks, _ = _stock_model()
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook(slots=5, speeds=__file__)(chunks)
+    text = str(error.value)
+    assert re.search(
+        r"layers 1-2: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text
+    )
+    assert f"  - speeds: {__file__} does not hold measured speeds" in text
+    with pytest.raises(
+        ValueError,
+        match=r"nowhere.json does not hold measured speeds: speeds='nowhere.json' is no file",
+    ):
+        tiny_gpt.fssdp_hook(speeds="nowhere.json")
+
+
+@ranks(2)
+def test_every_unsupported_setting_is_listed_at_once() -> None:
+    import tiny_gpt
+
+    chunks, config = _stock_model()
+    config.fp8, config.fp4 = "hybrid", "e2m1"  # without them no recipe is refused
+    config.use_transformer_engine_op_fuser, config.moe_token_dispatcher_type = True, "flex"
+    planted = dict(
+        fp8_recipe="delayed",
+        fp4_recipe="custom",
+        moe_grouped_gemm=False,  # with fp8
+        cuda_graph_impl="local",
+        enable_cuda_graph=True,
+        external_cuda_graph=True,
+        moe_paged_stash=True,  # with the op fuser
+        moe_single_grouped_weight=True,
+        moe_single_grouped_bias=True,
+        moe_use_legacy_grouped_gemm=True,
+        moe_flex_dispatcher_backend="deepepv2",
+        moe_router_score_function="gumbel",
+        moe_router_dtype="fp8",
+        mlp_chunks_for_training=2,
+        use_kitchen=True,
+        overlap_dispatch_backward_with_experts_wgrad=True,  # and gradients are not fused
+        moe_dispatch_fwd_dtype="fp8",
+        moe_combine_bwd_dtype="fp8",
+        moe_ncclep_zero_copy=True,
+        moe_ncclep_use_symm_mem=True,
+        moe_megakernel_backend="mok",
+        moe_use_offloading_experts=True,
+        moe_shortcut_connection=True,
+        moe_router_topk_mode="seq_topk",
+        mxfp8_2d_quantization=True,
+        fp8_recipe_attrs="custom",
+        fp4_recipe_attrs="custom",
+        cpu_offloading=True,
+        gtp_weight_remat_size=2,
+        expert_gtp_weight_remat_size=2,
+        transformer_impl="inference_optimized",
+        restore_modelopt_state=True,
+    )
+    for name, value in planted.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    for name, value in planted.items():
+        assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
+    assert str(error.value).count("\n") == len(planted)
+    config.use_transformer_engine_op_fuser, config.moe_token_dispatcher_type = False, "alltoallv"
+    config.moe_use_grouped_tensor = True  # in fp8, without the op fuser
+    others = dict(moe_token_dispatcher_type="alltoallv", moe_use_grouped_tensor=True)
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    for name, value in others.items():
+        assert f"  - --moe-fssdp with {name}={value!r}: " in str(error.value)
+    from megatron_hecate.switch_on import unsupported
+
+    assert {rule.setting for rule in unsupported.MODEL} == {*planted, *others}, (
+        "an untested setting"
+    )
+
+
+@pytest.mark.parametrize("backend", ["mok", "of_later"])
+@ranks(2)
+def test_a_layer_whose_kernel_holds_the_experts(backend: str) -> None:
+    """As Megatron builds it with a megakernel: neither dispatcher nor experts, and a forward of the layer's own."""
+    import tiny_gpt
+
+    chunks, config = _stock_model()
+    config.moe_megakernel_backend = backend
+    for layer in tiny_gpt.moe_layers(chunks):
+        layer.experts = layer.token_dispatcher = None
+    before = snapshot(chunks)
+    problem = (
+        f"--moe-fssdp with moe_megakernel_backend={backend!r}: one kernel for dispatch, experts and "
+        "combine computes no replicas; set model.moe_megakernel_backend=null "
+        "or leave out --moe-megakernel-backend"
+    )
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    assert str(error.value).splitlines()[1:] == [f"  - {problem}"]
+    with pytest.raises(ValueError, match="layer 1, layer 2: no experts to observe, because one"):
+        tiny_gpt.fssdp_hook(observe=True, slots=0)(chunks)
+    assert snapshot(chunks) == before
+
+
+@pytest.mark.fast
+def test_every_source_is_read_and_both_overrides_are_named() -> None:
+    from megatron_hecate.switch_on import unsupported
+
+    model = SimpleNamespace(expert_model_parallel_size=2, cuda_graph_impl="local")
+    recipe = SimpleNamespace(peft=SimpleNamespace(), ddp=SimpleNamespace(use_megatron_fsdp=True))
+    problems = unsupported.find(model, recipe.ddp, {"use_torch_fsdp2": True}, recipe, None, slots=2)
+    assert problems == [
+        "--moe-fssdp with cuda_graph_impl='local': replicas are fetched and returned between CUDA graphs of the parts "
+        "attn, mamba, mlp, moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); "
+        "other graphs contain the experts as well; "
+        "set model.cuda_graph_impl=none or --cuda-graph-impl none",
+        "--moe-fssdp with use_megatron_fsdp=True: Megatron-FSDP owns the expert weights; use the distributed "
+        "optimizer; set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp",
+        "--moe-fssdp with use_torch_fsdp2=True: FSDP2 owns the expert weights; use the distributed optimizer; "
+        "set dist.use_torch_fsdp2=false or leave out --use-torch-fsdp2",
+        "--moe-fssdp with peft=SimpleNamespace: adapters wrap the linears of the experts; use a recipe without "
+        "adapters, or set its peft to None in Python, for which Bridge takes no override",
+    ]
+    dispatch = {
+        "overlap_dispatch_backward_with_experts_wgrad": True,
+        "gradient_accumulation_fusion": True,
+    }
+    assert not unsupported.find(dispatch, slots=0)
+    for breaks in ({"overlap_grad_reduce": True}, {"add_bias_linear": True}):
+        assert (
+            "set model.overlap_dispatch_backward" in unsupported.find(dispatch, breaks, slots=0)[0]
+        )
+    assert not unsupported.find({"expert_model_parallel_size": 2}, slots=2)
+    assert not unsupported.find(slots=0), "with slots=0 EP 1 trains as stock"
+
+
+@pytest.mark.newest
+@pytest.mark.fast
+@pytest.mark.parametrize("kind", ["", "expert_"])
+def test_weight_shards_are_undone_by_both_overrides_together(kind: str) -> None:
+    """Oracle: ``TransformerConfig``, which derives the one field from the other each time it is finalized."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_hecate.switch_on import unsupported
+
+    size = dict(num_layers=2, hidden_size=64, num_attention_heads=4)
+    config = TransformerConfig(**size, **{f"{kind}tensor_parallel_num_weight_shards": 2})
+    (problem,) = unsupported.find(config, slots=0)
+    assert f"with {kind}gtp_weight_remat_size=2: " in problem
+    for name, value in re.findall(r"model\.(\w+)=(\w+)", problem):
+        setattr(config, name, {"1": 1, "null": None}[value])
+    config.__post_init__()
+    assert not unsupported.find(config, slots=0)
+
+
+@pytest.mark.fast
+def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
+    from megatron_hecate.switch_on import unsupported
+
+    page = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
+    for rule in unsupported.RULES:
+        assert f"`{rule.setting}" in page or f"{rule.setting}=" in page, rule.setting
+        assert rule.why.partition(";")[0] in page, rule.setting
+
+
+@ranks(2)
+def test_ranks_with_other_settings_are_named() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    chunks, _ = _stock_model()
+    for name, values, message in (
+        ("slots", (2, 3), "rank 1 has slots=3, rank 0 has slots=2"),
+        (
+            "transport",
+            ("auto", "nvlink"),
+            "rank 1 has transport='nvlink', rank 0 has transport='auto'",
+        ),
+        (
+            "speeds",
+            (None, tiny_gpt.FREE),
+            r"rank 1 has speeds=\{.*1e\+18.*\}, rank 0 has speeds=\{",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            tiny_gpt.fssdp_hook(**{name: values[dist.get_rank()]})(chunks)
+
+
+@ranks(2)
+def test_a_rank_without_the_flag_is_named_in_time() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    chunks, _ = _stock_model()
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        with pytest.raises(
+            TimeoutError,
+            match=r"rank 0 waited 2 s for ranks \[1\] to switch FSSDP on; is --moe-fssdp",
+        ):
+            tiny_gpt.fssdp_hook(timeout=2)(chunks)
+        assert time.monotonic() - start < 10
+    else:
+        time.sleep(4)  # this rank never runs the hook
+
+
+@ranks(2)
+def test_a_problem_of_one_rank_stops_all() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    chunks, config = _stock_model()
+    before = snapshot(chunks)
+    if dist.get_rank() == 1:
+        config.cuda_graph_impl = "local"
+    with pytest.raises(ValueError, match="with cuda_graph_impl='local'"):
+        tiny_gpt.fssdp_hook()(chunks)
+    assert snapshot(chunks) == before
+
+
+@ranks(2)
+def test_another_megatron_is_an_error_with_a_list() -> None:
+    import megatron.core
+    import tiny_gpt
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
+    from megatron_hecate.megatron import assumptions
+
+    chunks, _ = _stock_model()
+    version, route = megatron.core.__version__, MoELayer.route
+    assert assumptions.broken_assumptions() == []
+    megatron.core.__version__ = "0.15.3"
+    MoELayer.route = lambda self, x: None
+    del MoELayer.preprocess
+    with pytest.raises(ValueError) as error:
+        tiny_gpt.fssdp_hook()(chunks)
+    text = str(error.value)
+    assert "megatron-core 0.15.3 is outside 0.16.1 to 0.20" in text
+    assert re.search(r"MoELayer.route \(overridden.*\) no longer takes hidden_states", text)
+    assert re.search(r"MoELayer.preprocess \(overridden.*\) is gone", text)
+    megatron.core.__version__, MoELayer.route = version, route
+    for number, fits in (
+        ("0.16.1", True),
+        ("0.20.0rc0", True),
+        ("0.20.3", True),
+        ("0.21.0", False),
+        ("0.16.0", False),
+    ):
+        megatron.core.__version__ = number
+        assert any("outside" in line for line in assumptions.broken_assumptions()) != fits, number
+
+
+@ranks(2)
+def test_an_unknown_expert_module() -> None:
+    import tiny_gpt
+    import torch
+
+    chunks, _ = _stock_model()
+
+    class OtherExperts(torch.nn.Module):
+        num_local_experts = 4
+
+    tiny_gpt.moe_layers(chunks)[0].experts = OtherExperts()
+    with pytest.raises(
+        ValueError,
+        match="layer 1: experts are a OtherExperts; FSSDP knows SequentialMLP and TEGrouped",
+    ):
+        tiny_gpt.fssdp_hook()(chunks)
+
+
+@ranks(2)
+def test_an_unknown_dispatcher() -> None:
+    import tiny_gpt
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    chunks, _ = _stock_model()
+
+    class OtherDispatcher(MoETokenDispatcher):
+        pass
+
+    layer = tiny_gpt.moe_layers(chunks)[0]
+    layer.token_dispatcher = object.__new__(OtherDispatcher)
+    message = "layer 1: the token dispatcher is a OtherDispatcher; FSSDP knows MoEAllGather"
+    with pytest.raises(ValueError, match=message):
+        tiny_gpt.fssdp_hook()(chunks)
+
+
+@ranks(2)
+def test_experts_that_do_not_divide_are_megatrons_own_error() -> None:
+    import tiny_gpt
+
+    case = tiny_gpt.Case(experts=7)
+    tiny_gpt.initialize(case)
+    with pytest.raises(
+        (AssertionError, ValueError)
+    ):  # Megatron's own rule, before our hook could run
+        tiny_gpt.build(case)
+
+
+@ranks(2)
+def test_any_exception_of_one_rank_is_heard_by_all() -> None:
+    import tiny_gpt
+    import torch.distributed as dist
+
+    from megatron_hecate.step import layer_parts
+
+    chunks, _ = _stock_model()
+    if dist.get_rank() == 1:
+
+        def fails(*_: object) -> None:
+            raise AttributeError("planted")
+
+        layer_parts.physical_dispatcher = fails
+    with pytest.raises(ValueError, match="layers 1-2: AttributeError: planted"):
+        tiny_gpt.fssdp_hook()(chunks)
+
+
+@ranks(2)
+def test_a_half_converted_model() -> None:
+    import tiny_gpt
+
+    one, _ = _stock_model()
+    two, _ = tiny_gpt.build(tiny_gpt.Case())
+    hook = tiny_gpt.fssdp_hook()
+    hook(one)
+    with pytest.raises(
+        ValueError, match="some layers run FSSDP already and others do not: layer 1, layer 2 of 4"
+    ):
+        hook([*one, *two])

@@ -1,0 +1,331 @@
+"""The CUDA branch of the transport `nvlink` and of routing as a whole, over a driver without a GPU (`gpu_on_cpu`).
+
+Oracles: the dense reference of `one_layer`, bitwise, to which both transports are held; the loop of `test_rerouting`;
+the header of CUDA's driver, with which the stand-in is compiled; and what the cubin says of its kernels' parameters.
+That the stand-in notices is shown by faults planted here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from one_layer import HOMES, KINDS, Reference, Sums, allocate, check, copies, make_transport
+from ranks import ranks
+
+from megatron_hecate.comm.collectives import TransferError
+from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.device import driver as calls
+from megatron_hecate.device import launch as launches
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.nvlink.launch import TransferKernels
+from megatron_hecate.plan import Placement, World
+from megatron_hecate.routing.quotas import QuotaTables
+from megatron_hecate.routing.reroute import CountedTokens
+from megatron_hecate.routing.tables import GroupShape
+
+pytestmark = pytest.mark.newest
+APART = ((0, 1), (2, 3))
+KERNELS = "fssdp_synchronize fssdp_gather fssdp_reduce"  # ranks meet by the first
+
+
+@pytest.mark.parametrize(
+    "domains",
+    [pytest.param((), marks=pytest.mark.slow), APART],
+    ids=["one domain", "two domains"],
+)
+@ranks(4)
+def test_transfers(domains: tuple) -> None:
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install()
+    transport = make_transport("nvlink", domains)
+    check(transport, Reference(0, torch.bfloat16, domains), gpu_on_cpu.GPU)
+    assert not driver.faults, driver.log
+    assert set(driver.launched) == set(KERNELS.split())
+    streams = {launch["stream"] for launch in gpu_on_cpu.launches(driver.log)}
+    assert len(streams) == 1 and "(nil)" not in streams, (
+        "transfers have one stream, which is not the default one"
+    )
+
+
+@ranks(2)
+def test_both_transports_give_the_same_bits() -> None:
+    """Oracle: p2p. Of one fetch and one return of every kind of plan."""
+    import gpu_on_cpu
+
+    gpu_on_cpu.install()
+    found = {}
+    for name in ("p2p", "nvlink"):
+        (layer,) = allocate(make_transport(name), gpu_on_cpu.GPU, torch.bfloat16)
+        found[name] = []
+        for number, kind in enumerate(KINDS):
+            reference, plan = (
+                Reference(number, torch.bfloat16),
+                TransferPlan(layer.rank, copies(kind, number)),
+            )
+            layer.fetch(plan, reference).wait()
+            found[name] += [layer.weights[slot].clone() for slot in plan.slots]
+            sums = Sums(
+                [[t.float() for t in reference.drawn(2, layer.rank, i)] for i in range(HOMES)],
+                direct=False,
+            )
+            layer.give_back(plan, reference, sums).wait()
+            found[name] += [sums.added[index] for index in sorted(sums.added)]
+    assert found["p2p"] and all(map(torch.equal, found["p2p"], found["nvlink"]))
+
+
+@ranks(1)
+def test_ranks_of_one_launch() -> None:
+    """What `test_virtual_ranks` does on a GPU: its launches, at small sizes."""
+    import gpu_on_cpu
+    from virtual_ranks import check_one_hot_experts, check_random_placements
+
+    driver = gpu_on_cpu.install()
+    check_random_placements("cuda", 1)
+    check_one_hot_experts("cuda", (2 * 3333, 3333))
+    assert not driver.faults, driver.log
+    assert set(driver.launched) == set(KERNELS.split())
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+@ranks(1)
+def test_routing(tp_size: int) -> None:
+    import gpu_on_cpu
+    from rerouting_cases import check_every_token
+
+    driver = gpu_on_cpu.install()
+    for seed in range(4):
+        check_every_token(seed, tp_size=tp_size)
+    assert not driver.faults, driver.log
+    kernels = ("fssdp_count", "fssdp_quotas", "fssdp_reroute_64", "fssdp_reroute_gradient_64")
+    assert {driver.launched.count(name) for name in kernels} == {4 * 4 * tp_size}, (
+        "one launch of each, for each source"
+    )
+
+
+@ranks(1)
+def test_layers_of_two_sizes_that_need_much_shared_memory() -> None:
+    """As if any size needed an opt-in. Oracle: the driver, which refuses a launch above its kernel's limit."""
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install()
+    launches.SHARED_BYTES = 0
+    world, tables = World(node=(0, 0, 0, 0)), list[QuotaTables]()
+    for num_experts in (16, 8):
+        homes = Placement.initial(num_experts, 4, num_slots=1)
+        shape, kernels = GroupShape.of(world, homes), Kernels(gpu_on_cpu.GPU)
+        tables.append(QuotaTables(shape, gpu_on_cpu.GPU, kernels))
+        tables[-1].place(homes.with_replicas([(0, 3)]))
+    large, small = tables
+    for layer in (large, small, large):
+        layer.parts(torch.ones(4, layer.shape.num_experts, dtype=torch.int32), 0)
+    assert not driver.faults and driver.launched == ["fssdp_quotas"] * 3, driver.log
+
+
+@pytest.mark.parametrize("version", [13000, 12070])
+@ranks(2)
+def test_switch_on(version: int) -> None:
+    """As if each rank had a GPU, whose driver has this version."""
+    import gpu_on_cpu
+
+    from megatron_hecate.comm import device as job_device
+    from megatron_hecate.switch_on import connect
+
+    driver = gpu_on_cpu.install(version=version)
+    job_device.on_gpus = connect.on_gpus = lambda: True
+    problems: list[str] = []
+    connection = connect.connect("auto", [(0, 1)], problems, timeout=20.0)
+    assert (connection.name, problems) == ("nvlink", []) and not driver.faults, (
+        connection,
+        driver.log,
+    )
+    (transport,) = connection.transports.values()
+    assert set(driver.launched) == set(KERNELS.split())
+    check(transport, Reference(0, torch.bfloat16), gpu_on_cpu.GPU)
+
+
+@ranks(2)
+def test_a_slice_of_a_gpu() -> None:
+    """With fewer multiprocessors than blocks that wait for each other, some would never begin."""
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install(multiprocessors=8)
+    check(make_transport("nvlink"), Reference(0, torch.bfloat16), gpu_on_cpu.GPU)
+    assert not driver.faults, driver.log
+
+
+@ranks(2)
+def test_a_peer_that_does_not_come_is_named() -> None:
+    """The kernel gives up, and with it the context, as CUDA's does."""
+    import gpu_on_cpu
+
+    gpu_on_cpu.install()
+    (layer,) = allocate(make_transport("nvlink", timeout=1.0), gpu_on_cpu.GPU, torch.bfloat16)
+    if layer.rank == 0:
+        plan = TransferPlan(layer.rank, copies("one to all"))
+        for _ in range(2):
+            with pytest.raises(
+                TransferError,
+                match=r"rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish",
+            ):
+                layer.fetch(plan, Reference(0, torch.bfloat16))
+        with pytest.raises(RuntimeError, match="unspecified launch failure"):
+            torch.cuda.synchronize()
+    dist.barrier()
+
+
+@ranks(1)
+def test_threads_without_a_context() -> None:
+    """Such as autograd's. Oracle: the driver, which refuses what a thread without a current context asks for."""
+    import gpu_on_cpu
+    import megatron_on_cpu
+
+    driver = gpu_on_cpu.install()
+    kernels, routing_map = TransferKernels(gpu_on_cpu.GPU), torch.ones(5, 3, dtype=torch.bool)
+
+    def in_new_thread(call: Callable[[], Any]) -> Any:
+        def run() -> Any:
+            with megatron_on_cpu._CudaIsCpu():
+                return call()
+
+        with ThreadPoolExecutor(1) as pool, torch.cuda.stream(torch.cuda.Stream()):
+            return pool.submit(run).result()
+
+    with pytest.raises(RuntimeError, match="cuLaunchKernel failed: CUDA_ERROR_INVALID_CONTEXT"):
+        in_new_thread(
+            lambda: calls.launch(
+                kernels.function("fssdp_gather"), (), blocks=1, threads=1, stream=1
+            )
+        )
+    driver.clear()
+    assert in_new_thread(lambda: CountedTokens.of(routing_map, kernels)).loads.tolist() == [5, 5, 5]
+    assert not driver.faults, driver.log
+
+
+@ranks(1)
+def test_ranks_without_tokens() -> None:
+    """Oracle: the loop of `test_rerouting`, and the driver, which checks what a launch is given."""
+    import gpu_on_cpu
+    from rerouting_cases import TOKENS, check_every_token
+
+    driver = gpu_on_cpu.install()
+    check_every_token(4, tokens=(TOKENS, 0, 0, TOKENS))
+    assert not driver.faults, driver.log
+    assert driver.launched.count("fssdp_reroute_gradient_64") == 4
+
+
+@ranks(1)
+def test_counts_that_may_run_at_once_share_no_counter() -> None:
+    """By which a launch knows its last block: `fssdp_count`'s last argument. Launches on two streams may overlap, and
+    so may replays of two graphs, whatever streams captured them."""
+    import gpu_on_cpu
+
+    driver = gpu_on_cpu.install()
+    kernels, routing_map, counters = (
+        Kernels(gpu_on_cpu.GPU),
+        torch.ones(5, 3, dtype=torch.bool),
+        list[int](),
+    )
+    kept = list[torch.Tensor]()  # a counter's memory is not used again while a graph may run
+    launch, zeros = calls.launch, torch.zeros
+
+    def noted(kernel: int, arguments: Any, **sizes: Any) -> None:
+        counters.append(arguments[-1].value)
+        launch(kernel, arguments, **sizes)
+
+    def keep(*args: Any, **kwargs: Any) -> torch.Tensor:
+        kept.append(zeros(*args, **kwargs))
+        return kept[-1]
+
+    calls.launch, torch.zeros = noted, keep
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for stream in (*streams, *streams):
+        with torch.cuda.stream(stream):
+            assert CountedTokens.of(routing_map, kernels).loads.tolist() == [5, 5, 5]
+    first, second, *again = counters
+    assert first != second and again == [first, second]
+    counters.clear()
+    torch.cuda.is_current_stream_capturing = lambda: True
+    for _ in range(2):
+        CountedTokens.of(routing_map, kernels)
+    assert len({first, second, *counters}) == 4 and not driver.faults, driver.log
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+@ranks(1)
+def test_nvcc_alone_suffices() -> None:
+    """Without the Python bindings of CUDA kernels are compiled, loaded and launched all the same."""
+    sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
+    import gpu_on_cpu
+    from rerouting_cases import check_every_token
+
+    driver = gpu_on_cpu.install()
+    check_every_token(4)
+    assert not driver.faults and "fssdp_quotas" in driver.launched, driver.log
+
+
+@pytest.mark.parametrize(
+    ("version", "way_out"),
+    [
+        (12040, r"driver is of CUDA 12\.4, which loads no machine code of CUDA 13\. "
+         r"Update the driver to one of CUDA 13, or install a compiler of CUDA 12: nvcc, on the path .*"
+         r"'cuda-bindings<13' nvidia-cuda-nvrtc-cu12"),
+        (13000, r"driver is of CUDA 13\.0; remove .*update the driver"),
+    ],
+)  # fmt: skip
+@ranks(1)
+def test_a_driver_that_takes_no_cubin_of_the_compiler_is_named(version: int, way_out: str) -> None:
+    import gpu_on_cpu
+
+    gpu_on_cpu.install(version=version).refuse_cubins()
+    with pytest.raises(
+        RuntimeError, match=rf"CUDA_ERROR_INVALID_IMAGE: nv\w+ .*13\.\d.* compiled .*{way_out}"
+    ):
+        Kernels(gpu_on_cpu.GPU)
+
+
+@ranks(1)
+def test_planted_faults_are_noticed() -> None:
+    import gpu_on_cpu
+    import streams_on_cpu
+
+    driver = gpu_on_cpu.install(multiprocessors=32)
+    kernels, at = TransferKernels(gpu_on_cpu.GPU), ctypes.c_void_p(4096)
+    torch.cuda.set_stream(torch.cuda.Stream())
+
+    def launch(*arguments: Any, blocks: int = 1, threads: int = 256) -> Callable:
+        return lambda: kernels.launch("fssdp_gather", *arguments, blocks=blocks, threads=threads)
+
+    def on_default_stream(call: Callable) -> Callable:
+        def run() -> None:
+            with torch.cuda.stream(streams_on_cpu.DEFAULT):
+                call()
+
+        return run
+
+    faults = [
+        (launch(at, at), "fssdp_gather: 2 arguments, it takes 1"),
+        (launch(), "fssdp_gather: 0 arguments, it takes 1"),
+        (launch(ctypes.c_uint(1)), "fssdp_gather: argument 0 has 4 bytes, it takes 8"),
+        (launch(at, threads=257), "fssdp_gather: 257 threads, it allows 256"),
+        (launch(at, blocks=0), "fssdp_gather: an empty grid or block"),
+        (launch(at, blocks=33), "fssdp_gather: 33 blocks wait for each other on 32 SMs"),
+        (on_default_stream(launch(at)), "fssdp_gather: on the default stream"),
+    ]
+    for call, expected in faults:
+        driver.clear()
+        with pytest.raises(RuntimeError, match="failed: CUDA_ERROR_INVALID_VALUE"):
+            call()
+        assert driver.faults == [expected]
+    driver.clear()
+    with pytest.raises(RuntimeError, match="cuLibraryGetKernel failed: CUDA_ERROR_NOT_FOUND"):
+        Kernels(gpu_on_cpu.GPU).function("fssdp_nothing")

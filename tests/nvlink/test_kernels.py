@@ -1,0 +1,308 @@
+"""The kernels' sources: compiled for GPUs, and run on the host under sanitizers, with threads as ranks.
+
+Oracle: the sanitizers, values that the scripts state (`kernel_scripts`), and the disassembler that comes with triton.
+Every rank's thread runs as fast as it likes through iterations of random placements, so that nothing but the kernels'
+own signals orders them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import sass
+import torch
+from kernel_scripts import Script, Setup, one_hot, random_copies
+from mutations import MUTATIONS
+
+from megatron_hecate.device import compile as kernels
+from megatron_hecate.nvlink import launch, program, program_cache
+from megatron_hecate.nvlink.places import Place, Pull
+from megatron_hecate.nvlink.program import Program, Signals
+from megatron_hecate.nvlink.schedule import TransferSchedule
+
+TILE = 1024  # bytes: small, so that small chunks have many
+SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}
+WRAP = 2**32 - 30  # progress counters pass 0 on the way
+
+
+def _build(folder: Path, sanitizer: str, sources: Path = kernels.SOURCES) -> Path:
+    out = folder / f"selftest-{sanitizer}"
+    flags = f"-std=c++17 -g -O1 -pthread {SANITIZERS[sanitizer]} -DFSSDP_STALLS -DFSSDP_TILE={TILE}".split()
+    subprocess.run(
+        ["g++", *flags, "-o", str(out), str(sources / "selftest.cpp")], check=True, timeout=300
+    )
+    return out
+
+
+def _write_script(path: Path, *, shift: int, seed: int, blocks: int) -> None:
+    """Random placements of six ranks, after two in which one chunk goes to all."""
+    rng = np.random.default_rng(seed)
+    program.TILE = TILE
+    script = Script(Setup(6, 3, 2, (1000, 123, 5000, 7), shift=shift), begin=WRAP)
+    script.iteration(one_hot(6, 1, 5))
+    script.iteration(one_hot(6, 2, 5))
+    for _ in range(6):
+        script.iteration(random_copies(rng, ranks=6, slots=3, experts=2))
+    script.iteration([])
+    script.end()
+    script.write(path, blocks=blocks, threads=2)
+    program.TILE = 65536
+
+
+def _run(binary: Path, script: Path, timeout: float = 120) -> subprocess.CompletedProcess:
+    options = {"TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
+    command = [*_fixed_addresses(), str(binary), str(script)]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **options}
+    )
+
+
+def _fixed_addresses() -> list[str]:
+    """ThreadSanitizer of older compilers does not know where newer kernels put memory at random."""
+    allowed = (
+        shutil.which("setarch")
+        and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
+    )
+    return ["setarch", "-R"] if allowed else []
+
+
+@pytest.fixture(scope="module")
+def selftests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("selftest")
+    return {sanitizer: _build(folder, sanitizer) for sanitizer in SANITIZERS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", list(SANITIZERS))
+@pytest.mark.parametrize("shift", [0, 1], ids=["aligned", "unaligned"])
+def test_ranks_as_threads(
+    selftests: dict[str, Path], tmp_path: Path, sanitizer: str, shift: int
+) -> None:
+    script = tmp_path / "script"
+    _write_script(script, shift=shift, seed=shift, blocks=2)
+    done = _run(selftests[sanitizer], script)
+    assert (done.stdout, done.returncode) == ("OK\n", 0), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bug", list(MUTATIONS))
+def test_a_planted_bug_is_caught(selftests: dict[str, Path], tmp_path: Path, bug: str) -> None:
+    """By a sanitizer, a wrong value, or a run that does not end. What sanitizers see depends on the threads' timing."""
+    file, text, replacement, sanitizer = MUTATIONS[bug]
+    sources, script = tmp_path / "kernels", tmp_path / "script"
+    shutil.copytree(kernels.SOURCES, sources)
+    source = (sources / file).read_text()
+    assert source.count(text) == 1, f"{file} has {source.count(text)} times {text!r}"
+    (sources / file).write_text(source.replace(text, replacement))
+    binary = _build(tmp_path, sanitizer, sources)
+    for seed in range(6):
+        _write_script(script, shift=seed % 2, seed=seed, blocks=3)
+        try:
+            if _run(binary, script, timeout=60).returncode:
+                return
+        except subprocess.TimeoutExpired:
+            return
+    pytest.fail("the bug was not caught")
+
+
+@pytest.fixture(scope="module", params=[(8, 0), (9, 0), (10, 0)], ids=str)
+def cubin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("cubin") / "kernels.cubin"
+    path.write_bytes(kernels.cubin(request.param, compiler="nvrtc"))
+    return path
+
+
+@pytest.mark.newest
+@pytest.mark.fast
+def test_loads_under_way_fill_the_link(cubin: Path) -> None:
+    """Oracle: the disassembler that comes with triton.
+
+    Before a thread waits for bytes of a peer, it has asked for as many as the number of blocks rests on: 64 KiB of a
+    block in a copy; in a sum 32 KiB of one source, and as much of the next, or of the destination. A block leaves half
+    of a multiprocessor's registers to others. Nothing is spilled.
+    """
+    code, sizes = sass.disassemble(cubin), sass.registers_and_stack(cubin)
+    # Of a sum: the first source, and further terms in turns.
+    for name, count in (("fssdp_gather", 1), ("fssdp_reduce", 3)):
+        found = sass.unrolled(code[name])
+        assert len(found) >= count, found
+        assert (
+            min(each.loads for each in found) * sass.VECTOR * launch.THREADS
+            >= launch.UNDER_WAY[name]
+        ), found
+        assert found[0].under_way * sass.VECTOR * launch.THREADS >= 64 << 10, found
+        registers, stack = sizes[name]
+        assert -(-registers // 8) * 8 * launch.THREADS * 2 <= 65536 and stack == 0, (
+            name,
+            registers,
+            stack,
+        )
+
+
+@pytest.mark.newest
+@pytest.mark.fast
+def test_what_peers_write_is_read_anew(cubin: Path) -> None:
+    """Oracle: the disassembler. What was written before a signal is seen after it: a load of a signal is followed by
+    dropping the first-level cache; a signal is stored after a fence for the system. Peers' memory is never read through
+    the cache for what does not change (.CONSTANT), and not kept in the first-level cache (.NA)."""
+    code = sass.disassemble(cubin)
+    for name in ("fssdp_gather", "fssdp_reduce", "fssdp_synchronize"):
+        lines = sass.instructions(code[name])
+        acquires = [i for i, line in enumerate(lines) if line.startswith("LDG.E.STRONG.SYS ")]
+        releases = [i for i, line in enumerate(lines) if line.startswith("STG.E.STRONG.SYS ")]
+        assert acquires and all("CCTL.IVALL" in lines[i + 1 : i + 3] for i in acquires)
+        assert releases and all(
+            any(re.match(r"MEMBAR\.\w+\.SYS", line) for line in lines[i - 4 : i]) for i in releases
+        )
+        wide = [line for line in lines if re.match(r"LDG?\..*\.128", line)]
+        assert all(line.startswith("LDG.E.NA.128 ") for line in wide) and bool(wide) == (
+            name != "fssdp_synchronize"
+        )
+        assert not [
+            line for line in lines if ".CONSTANT" in line or line.startswith(("LDL", "STL"))
+        ]
+
+
+@pytest.mark.fast
+def test_as_many_threads_as_the_kernels_are_made_for() -> None:
+    """Of a block; a tile is one round of it."""
+    (threads,) = re.findall(r"THREADS = (\d+) };", (kernels.SOURCES / "device.cu").read_text())
+    (vectors,) = re.findall(r"IN_FLIGHT = (\d+) };", (kernels.SOURCES / "transfer.cuh").read_text())
+    assert (
+        int(threads) == launch.THREADS and int(threads) * int(vectors) * sass.VECTOR == program.TILE
+    )
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("peer_is_here", [True, False])
+def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
+    """Whatever the peer's memory holds, it is read only if the peer has come; and the record says who has not."""
+    words, record = np.zeros(8, np.uint32), np.zeros((), program.FAILURE)
+    theirs, own = np.arange(100, dtype=np.uint16), np.zeros(100, np.uint16)
+    memory = {"send": theirs, "slot": own}
+    words[1] = 4 if peer_is_here else 1  # what the peer has told
+    signals = Signals(
+        0,
+        {0: words.ctypes.data, 1: words[2:].ctypes.data},
+        words[4:].ctypes.data,
+        record.ctypes.data,
+        0.05,
+        apart={1: 0},
+    )
+    made = Program(
+        TransferSchedule.of_pulls(
+            [[Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 100)]], 0, peers=frozenset({1})
+        ),
+        lambda place: [(memory[place.memory].ctypes.data, 100)],
+        signals=signals,
+        itemsize=2,
+        sums=False,
+        begin=3,
+    )
+    launch.TransferKernels(torch.device("cpu")).run(
+        "fssdp_gather", made, torch.empty(len(made.data), dtype=torch.uint8)
+    )
+    assert (own == (theirs if peer_is_here else 0)).all()
+    assert words[2] == (4 if peer_is_here else 3), "what this rank tells: it came, and has finished"
+    if not peer_is_here:
+        assert (
+            record["failed"],
+            record["peer"],
+            record["expected"],
+            record["seen"].astype("i4"),
+        ) == (1, 1, 0, -2)
+
+
+GRAD, OTHER, TOTAL, NEAR, ODD = (
+    Place(0, "grad", 0),
+    Place(1, "grad", 0),
+    *(Place(0, "main_grad", index) for index in range(3)),
+)
+APART = {1: 0x8000}  # OTHER lies at 0x9000
+EXTENTS = {
+    GRAD: (0x1000, 64),
+    TOTAL: (0x2000, 16),
+    NEAR: (0x1010, 16),
+    ODD: (0x2002, 16),
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("pulls", "message"),
+    [
+        (
+            [Pull((OTHER,), TOTAL, 0, 8), Pull((OTHER,), TOTAL, 4, 12)],
+            r"main_grad.* and .*main_grad.* overlap",
+        ),
+        ([Pull((GRAD,), NEAR, 0, 8)], r"is read in the step that writes .* over it"),
+        (
+            [Pull((OTHER,), ODD, 0, 8)],
+            r"lies at 0x2002, which is not a multiple of its elements' 4 bytes",
+        ),
+        (
+            [Pull((OTHER,), TOTAL, 8, 20)],
+            r"main_grad.* has no memory for element 16 of the chunk, only up to 16",
+        ),
+        ([Pull((GRAD, OTHER), GRAD, 0, 16)], ""),  # a sum in place of one of its sources is fine
+    ],
+)
+def test_bad_descriptors(pulls: list[Pull], message: str) -> None:
+    signals = Signals(
+        rank=0,
+        progress_at={0: 4096, 1: 8192},
+        arrived=4200,
+        failure=4300,
+        timeout=1.0,
+        apart=APART,
+    )
+    schedule = TransferSchedule.of_pulls([pulls], 0, peers=frozenset({1}))
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        Program(
+            schedule,
+            lambda place: [EXTENTS[place]],
+            signals=signals,
+            itemsize=4,
+            sums=True,
+            begin=1,
+        )
+
+
+@pytest.mark.fast
+def test_programs_that_repeat_are_those_made_anew() -> None:
+    """Two buffers that take turns, and then memory that lies elsewhere. Oracle: `Program`, which keeps nothing."""
+    signals = Signals(
+        rank=0,
+        progress_at={0: 4096, 1: 8192},
+        arrived=4200,
+        failure=4300,
+        timeout=1.0,
+        apart={1: 1 << 20},
+    )
+    pulls = (
+        Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 16),
+        Pull((Place(1, "send", 1),), Place(0, "slot", 1), 4, 9),
+    )
+    schedule = TransferSchedule.of_pulls([pulls], 0, peers=frozenset({1}))
+    programs = program_cache.Programs(signals)
+    for begin, base in enumerate((0x1000, 0x9000, 0x1000, 0x9000, 0x5000, 0x1000), 2**32 - 3):
+
+        def own(place: Place, base: int = base) -> list[tuple[int, int]]:
+            return [
+                (base + 64 * place.index + 256 * (place.memory == "slot"), 7),
+                (base + 64 * place.index + 32, 9),
+            ]
+
+        made = programs.make(schedule, own, itemsize=2, sums=False, begin=begin)
+        anew = Program(schedule, own, signals=signals, itemsize=2, sums=False, begin=begin)
+        for at in (1 << 12, 1 << 30):
+            made.relocate(at)
+            anew.relocate(at)
+            assert np.array_equal(made.data, anew.data)

@@ -1,0 +1,164 @@
+"""What needs a GPU, in processes of its own: ``pytest tests/nvlink/test_on_gpu.py`` (other tests hide GPUs).
+
+Oracle: the dense reference of `one_layer`, and compute-sanitizer. torchrun starts this file again: its processes share
+one GPU, and see each other's memory as if each had its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from one_layer import Reference, allocate, check, copies, make_transport
+from plan_cases import chain, some_homes, some_replicas, some_world
+
+from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.routing.quotas import QuotaTables, quotas_of_all
+from megatron_hecate.routing.tables import GroupShape
+
+ROOT = Path(__file__).resolve().parents[2]
+SUPPORT = ROOT / "tests" / "support"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": os.pathsep.join(map(str, [ROOT, SUPPORT, *SUPPORT.glob("*/")])),
+}
+SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs a GPU, and to be run by itself"
+)
+
+
+def _run(command: list[str], *, timeout: float = 600, **environment: str) -> str:
+    """What ``command`` prints; fails the test when it fails."""
+    settings = {**os.environ, **ENVIRONMENT, **environment}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=timeout, env=settings, cwd=ROOT
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def test_processes_that_share_a_gpu() -> None:
+    """Contexts take turns on the GPU, so this is slow, and says nothing of speed."""
+    said = _run([*TORCHRUN, "--nproc-per-node=4", __file__, "together"], **SHARED)
+    assert "all as it should be" in said
+
+
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on the path"
+)
+def test_nothing_is_read_or_written_out_of_bounds() -> None:
+    """On small chunks; the values are checked as well. Calls that torch makes to see whether they succeed, and that do
+    not, are no errors of ours."""
+    tests = [
+        sys.executable,
+        *"-m pytest -q tests/nvlink/test_virtual_ranks.py -k".split(),
+        "random_placements and cuda",
+    ]
+    sanitizer = (
+        "compute-sanitizer --tool=memcheck --report-api-errors no --error-exitcode=99".split()
+    )
+    said = _run([*sanitizer, *tests])
+    assert "ERROR SUMMARY: 0 errors" in said and "2 passed" in said
+
+
+@pytest.mark.skipif(
+    shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on the path"
+)
+def test_no_race_in_the_quotas() -> None:
+    """In shared memory, also where no rank can push; the values are checked as well."""
+    sanitizer = "compute-sanitizer --tool=racecheck --report-api-errors no --error-exitcode=99"
+    said = _run([*sanitizer.split(), sys.executable, __file__, "quotas"])
+    assert "all as it should be" in said and re.search("RACECHECK SUMMARY: 0 hazards", said), said
+
+
+def test_a_peer_that_does_not_come_is_named() -> None:
+    """On the process's standard error, before whatever CUDA says."""
+    command = [*TORCHRUN, "--nproc-per-node=2", __file__, "alone"]
+    environment = {**os.environ, **ENVIRONMENT, **SHARED}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=180, env=environment, cwd=ROOT
+    )
+    assert done.returncode != 0
+    assert re.search(
+        r"FSSDP: rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish \d+ steps",
+        done.stderr,
+    )
+
+
+def _alone(device: torch.device) -> None:
+    """Rank 0 waits for rank 1."""
+    (layer,) = allocate(make_transport("nvlink", timeout=3.0), device, torch.bfloat16)
+    if layer.rank == 1:
+        time.sleep(30)
+        return
+    layer.fetch(TransferPlan(layer.rank, copies("one to all")), Reference(0, torch.bfloat16)).wait()
+    torch.cuda.synchronize()
+
+
+def quotas(device: torch.device, *, seeds: int = 8) -> None:
+    """Compare quotas on ``device`` with those of one thread on the host."""
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        if seed % 2:
+            placement = some_replicas(rng, some_homes(rng), share=1.0)
+        else:
+            placement = chain(int(rng.integers(3, 14)))
+        shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
+        share = rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks)
+        loads = (share * 3000).astype(np.int32)
+        expected, order = quotas_of_all(loads, placement, shape)
+        tables = QuotaTables(shape, device, Kernels(device))
+        tables.place(placement)
+        physical = np.zeros((placement.num_ranks, shape.num_physical), np.int64)
+        physical[:, order.physical] = expected
+        slots = shape.slots_per_rank
+        for source in range(placement.num_ranks):
+            on_device = torch.from_numpy(loads).to(device)
+            parts, exchange = tables.parts_and_exchange(on_device, source)
+            received = physical[:, source * slots : (source + 1) * slots]
+            assert np.array_equal(exchange.received.cpu().numpy(), received), (seed, source)
+            for found, axis in ((exchange.of_slot, 0), (exchange.of_source, 1)):
+                assert np.array_equal(found.cpu().numpy(), received.sum(axis=axis)), (seed, source)
+            sent = physical[source].reshape(-1, slots).sum(axis=1)
+            assert np.array_equal(exchange.sent.cpu().numpy(), sent), (seed, source)
+            assert exchange.total.tolist() == [received.sum()], (seed, source)
+            ends = parts.cpu().numpy()[: len(order.expert)]
+            begin = np.where(np.diff(order.expert, prepend=-1) > 0, 0, np.roll(ends, 1))
+            assert np.array_equal(ends - begin, expected[source]), (seed, source)
+
+
+def _main() -> None:
+    """Run on every rank, under torchrun; the quotas in one process."""
+    if sys.argv[1] == "quotas":
+        quotas(torch.device("cuda", 0))
+        print("all as it should be")
+        return
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # control only
+    torch.cuda.set_device(0)
+    device = torch.device("cuda", 0)
+    if sys.argv[1] == "alone":
+        _alone(device)
+        return
+    check(make_transport("nvlink"), Reference(0, torch.bfloat16), device)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print("all as it should be")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _main()

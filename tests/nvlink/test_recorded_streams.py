@@ -1,0 +1,110 @@
+"""Megatron trains with FSSDP as on GPUs (`gpu_on_cpu`); what it tells its streams is played through (`stream_order`).
+
+Oracles: the same model without FSSDP, and CUDA's rules of streams. That the recording has what matters is shown by
+leaving out the waits for transfers, which must be found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from ranks import ranks
+from stream_order import Recordings, Wait, Work, hazards, lost_overlap, play
+
+pytestmark = pytest.mark.newest
+
+
+def _fetches(work: Work) -> bool:
+    return work.name.startswith("spAG")
+
+
+def _returns(work: Work) -> bool:
+    return work.name.startswith("spRS")
+
+
+def _computes(work: Work) -> bool:
+    return work.name.removeprefix("attention ") in ("mm", "bmm")
+
+
+def _without_waits_for_transfers(recordings: Recordings) -> Recordings:
+    of_transfers = {
+        entry.stream for entries in recordings for entry in entries if _is_transfer(entry)
+    }
+    events = {
+        entry.event for entries in recordings for entry in entries if getattr(entry, "stream", None) in of_transfers
+        and not isinstance(entry, Work | Wait)
+    }  # fmt: skip
+    return [
+        [e for e in entries if not (isinstance(e, Wait) and e.event in events)]
+        for entries in recordings
+    ]
+
+
+def _is_transfer(entry: Any) -> bool:
+    return isinstance(entry, Work) and (_fetches(entry) or _returns(entry))
+
+
+@pytest.mark.parametrize(
+    ("lifetime", "sms"),
+    [
+        pytest.param("layer", 132, marks=pytest.mark.slow),
+        ("iteration", 16),
+        pytest.param("iteration", 132, marks=pytest.mark.slow),
+        pytest.param("layer", 16, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@ranks(2, timeout=300)
+def test_an_iteration(lifetime: str, sms: int) -> None:
+    """Our kernels take fewer blocks on a GPU of fewer SMs (`sms`), where collectives need theirs as well."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case)
+    import gpu_on_cpu
+    from stream_recording import Recording
+
+    from megatron_hecate.comm import device as job_device
+    from megatron_hecate.switch_on import connect
+
+    driver = gpu_on_cpu.install(multiprocessors=sms)
+    job_device.on_gpus = connect.on_gpus = lambda: True
+    recording = Recording()
+    ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(transport="nvlink", lifetime=lifetime))
+    tiny_gpt.assert_trained_alike(stock, ours, lifetime, tolerance=1e-5)
+    recording.begin(ours.chunks)
+    ours.step(len(ours.losses))
+    recordings: list[Any] = [None, None]
+    dist.all_gather_object(recordings, recording.end())
+    assert not driver.faults, driver.log
+    if dist.get_rank() == 0:
+        _check(recordings, sms=sms)
+
+
+def _check(recordings: Recordings, *, sms: int) -> None:
+    works = [entry for entries in recordings for entry in entries if isinstance(entry, Work)]
+    assert any(map(_fetches, works)) and any(map(_returns, works)) and any(map(_computes, works))
+    assert hazards(recordings) == []
+    assert hazards(_without_waits_for_transfers(recordings)), (
+        "nothing waited for transfers, and nothing was found"
+    )
+    shares = {}
+    for queues in (32, 1):
+        played = play(recordings, queues=queues, sms=sms)
+        assert not played.deadlock, (queues, sms, played.deadlock)
+        lost = lost_overlap(recordings, played, _is_transfer, _computes)
+        shares[queues] = (
+            played.overlap(_fetches, _computes),
+            played.overlap(_returns, _computes),
+            len(lost),
+        )
+        fetched, returned, _ = shares[queues]
+        print(
+            f"{queues} queues, {sms} SMs: beside GEMMs {fetched:.0%} of fetches, {returned:.0%} of returns; {lost}"
+        )
+    assert shares[32][2] == 0, "with queues enough, whatever may overlap does, also on few SMs"
+    assert shares[32][0] > 0.5
+    assert shares[1][2] > 0, "one queue loses overlap, which the message at switch-on says"

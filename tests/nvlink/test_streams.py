@@ -1,0 +1,243 @@
+"""What a transfer enqueues on which CUDA stream, and when, where there is no GPU: streams and events write down calls.
+
+Oracle: the programming model of CUDA. A stream takes work in order; with one hardware queue work that waits for another
+stream (``wait``) stops whatever any stream enqueues later, so nothing may wait before `Transfer.wait` is called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_hecate.comm import groups, transfer
+from megatron_hecate.comm.nccl import NcclSettings
+from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.transfer import Stopwatch, Transfer
+from megatron_hecate.comm.transport import Copy, TransferPlan
+from megatron_hecate.faults import under_way
+
+pytestmark = pytest.mark.fast
+GPU = torch.device("cuda", 0)
+
+
+class _Gpu:
+    """Streams and events that write ``calls`` down."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, connections: str | None) -> None:
+        self.calls: list[str] = []
+        self.current, self.priorities = "compute", []
+        gpu = self
+
+        class Stream:
+            priority_range = staticmethod(lambda: (0, -3))
+
+            def __init__(
+                self, device: Any = None, priority: int = 0, name: str = "transfers"
+            ) -> None:
+                self.name = name
+                gpu.priorities.append(priority)
+
+            def wait_stream(self, other: Any) -> None:
+                gpu.calls.append(f"{self.name} waits for {other.name}")
+
+            def wait_event(self, event: str) -> None:
+                gpu.calls.append(f"{self.name} waits for {event}")
+
+            def record_event(self) -> str:
+                gpu.calls.append(f"{self.name} records")
+                return f"event of {self.name}"
+
+        @contextlib.contextmanager
+        def stream(of: Any) -> Iterator[None]:
+            before, gpu.current = gpu.current, of.name
+            yield
+            gpu.current = before
+
+        def event(**_: Any) -> Any:
+            return SimpleNamespace(
+                record=lambda: None, query=lambda: True, elapsed_time=lambda _: 1.0
+            )
+
+        fake = SimpleNamespace(
+            Stream=Stream,
+            stream=stream,
+            Event=event,
+            current_stream=lambda *_: Stream(name=gpu.current),
+        )
+        monkeypatch.setattr(transfer.torch, "cuda", fake)
+        transfer.transfer_stream.cache_clear()
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        if connections is not None:
+            monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+
+    def do(self, what: str) -> None:
+        self.calls.append(f"{self.current} {what}")
+
+
+@pytest.fixture(autouse=True)
+def _forget_streams_and_works() -> Iterator[None]:
+    yield
+    transfer.transfer_stream.cache_clear()
+    under_way.forget()
+
+
+def _transfer(gpu: _Gpu, *, waits: bool, timed: bool = False) -> Transfer:
+    watch = Stopwatch(GPU) if timed else None
+
+    def steps() -> Iterator[None]:
+        if watch is not None:
+            watch.mark("begin")
+        gpu.do("posts")
+        if waits:
+            yield
+            gpu.do("waits for messages")
+
+    return Transfer(steps(), GPU, what="spAG", label="layer 1", watch=watch)
+
+
+def test_the_stream_of_transfers_comes_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = _Gpu(monkeypatch, None)
+    transfer.transfer_stream(GPU)
+    assert gpu.priorities == [-3], "the highest that the GPU and torch have"
+
+
+@pytest.mark.parametrize("connections", [None, "1", "32"])
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_is_left_to_the_wait(
+    monkeypatch: pytest.MonkeyPatch, connections: str | None, waits: bool
+) -> None:
+    gpu = _Gpu(monkeypatch, connections)
+    one = _transfer(gpu, waits=waits)
+    start = ["transfers waits for compute", "transfers posts"]
+    rest = ["transfers waits for messages"] * waits + ["transfers records"]
+    left = connections == "1" and waits
+    assert gpu.calls == start + ([] if left else rest)
+    one.wait()
+    one.wait()
+    end = ["compute waits for event of transfers"]
+    assert gpu.calls == start + rest + end * 2
+
+
+@pytest.mark.parametrize(("connections", "times"), [("1", False), ("8", True)])
+def test_a_transfer_that_is_left_to_the_wait_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch, connections: str, times: bool
+) -> None:
+    """Its end would be that of the computing beside it."""
+    gpu, meter = _Gpu(monkeypatch, connections), OverlapMeter()
+    one = _transfer(gpu, waits=True, timed=True)
+    meter.follow(one, 1)
+    one.wait()
+    assert one.timed is times and meter.measured()[2:] == ([10**6, 1] if times else [0, 0])
+    assert _transfer(gpu, waits=False, timed=True).timed, "one kernel has an end of its own"
+
+
+@pytest.mark.parametrize("connections", ["1", "8"])
+def test_rounds_of_messages_are_posted_in_the_same_order(
+    monkeypatch: pytest.MonkeyPatch, connections: str
+) -> None:
+    """Two rounds of gradients. NCCL has no tags: were the second posted at the wait, a fetch that began in between
+    would take its messages."""
+    gpu = _Gpu(monkeypatch, connections)
+    # slime's function waits for the GPU and empties its caches where less than 3 GB are free
+    monkeypatch.setattr(dist, "_coalescing_manager", lambda *_, **__: pytest.fail("slime's"))
+
+    class _Group:  # can be a key of weak dictionaries, as process groups can
+        rank, size, group_name = staticmethod(lambda: 0), staticmethod(lambda: 7), "seven"
+        posted = 0
+
+        def _get_backend(self, device: torch.device) -> Any:
+            assert device.type == "cuda"
+            return SimpleNamespace(supports_coalescing=True)
+
+        def _start_coalescing(self, device: torch.device) -> None:
+            self.posted = 0
+
+        def recv(self, tensors: list, rank: int, tag: int) -> None:
+            self.posted += 1
+
+        def _end_coalescing(self, device: torch.device) -> Any:
+            """One call of NCCL for all messages of a round, and one handle."""
+            assert self.posted in (4, 2), "six gradients, of which four arrive at once"
+            gpu.do("posts")
+            return SimpleNamespace(wait=lambda: gpu.do("waits for messages"))
+
+    group = _Group()
+    p2p = P2P(group, timeout=30)  # type: ignore[arg-type]
+    p2p._staging = _OnGpu(torch.zeros(8192, dtype=torch.uint8))
+    monkeypatch.setattr(
+        "megatron_hecate.comm.p2p.chunks_in", lambda *_: [_OnGpu(torch.zeros(4)) for _ in range(5)]
+    )
+    plan = TransferPlan(0, tuple(Copy(0, 0, rank, 0) for rank in range(1, 7)))
+    homes = SimpleNamespace(add=lambda index, total: gpu.do("adds"))
+    one = p2p.return_gradients(plan, [torch.zeros(4)], homes, label="layer 1")  # type: ignore[arg-type]
+    first, second = ["transfers posts", "transfers waits for messages"], ["transfers posts"]
+    rest = ["transfers waits for messages", "transfers adds", "transfers records"]
+    at_once = ["transfers waits for compute", *first, *second]
+    assert gpu.calls == at_once + ([] if connections == "1" else rest)
+    one.wait()
+    assert gpu.calls == [*at_once, *rest, "compute waits for event of transfers"]
+
+
+def test_both_ends_of_a_message_have_one_shape() -> None:
+    """torch's ``torchfrtrace`` calls any other message of NCCL a mismatch."""
+    ends: dict[str, list[torch.Size]] = {"send": [], "recv": []}
+
+    class _Group:
+        rank, size = staticmethod(lambda: 0), staticmethod(lambda: 2)
+
+        def _get_backend(self, device: torch.device) -> Any:
+            return SimpleNamespace(supports_coalescing=False)
+
+        def send(self, tensors: list, rank: int, tag: int) -> Any:
+            ends["send"].append(tensors[0].shape)
+            return SimpleNamespace(wait=lambda timeout: None)
+
+        def recv(self, tensors: list, rank: int, tag: int) -> Any:
+            ends["recv"].append(tensors[0].shape)
+            return SimpleNamespace(wait=lambda timeout: None)
+
+    p2p = P2P(_Group(), timeout=30)  # type: ignore[arg-type]
+    home = [torch.zeros(4, 6), torch.zeros(3)]
+    for rank in range(2):
+        plan = TransferPlan(rank, (Copy(0, 0, 1, 0),))
+        p2p.fetch(plan, [home], [torch.zeros(27)], label="layer 1").wait()
+    assert ends["send"] == ends["recv"] and len(ends["send"]) == 2
+
+
+class _OnGpu(torch.Tensor):
+    """Says that it is."""
+
+    is_cuda = True  # type: ignore[assignment]
+    device = GPU  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls: type, data: torch.Tensor) -> Any:
+        return torch.Tensor._make_subclass(cls, data)
+
+
+@pytest.mark.parametrize("on_gpus", [True, False])
+def test_messages_of_nccl_come_before_other_work(
+    monkeypatch: pytest.MonkeyPatch, on_gpus: bool
+) -> None:
+    """NCCL's kernels run on streams of its own; gloo has no such options."""
+    made: list[Any] = []
+    monkeypatch.setattr(groups, "_no_bound_device", contextlib.nullcontext)
+    monkeypatch.setattr(groups, "_numbered", contextlib.nullcontext)
+    monkeypatch.setattr(
+        dist.distributed_c10d,
+        "new_group",
+        lambda ranks, **settings: made.append(settings.get("pg_options")),
+    )
+    monkeypatch.setattr(groups, "connect_ranks", lambda *_, **__: None)
+    monkeypatch.setattr(groups, "keep_timeout", lambda *_: None)
+    nccl = NcclSettings() if on_gpus else None
+    groups.new_group((1, 2), 0, description="transfers", timeout=30.0, nccl=nccl)
+    (options,) = made
+    assert options.is_high_priority_stream if on_gpus else options is None

@@ -1,0 +1,213 @@
+"""When layers are planned, and by what, in training.
+
+Oracle: the calls that real layers make, written down in the order they come. Were a layer planned twice, late, or in
+another iteration, or left half prepared, it would fetch wrong replicas or wait for gradients that never come.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+from ranks import ranks
+
+
+def _note_plans(done: list[tuple[str, Any]]) -> None:
+    """Have every plan that a layer asks for noted as ("plan", the plan before it and this one)."""
+    from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
+
+    plan = EarlyPlans.plan
+
+    def noted(early: EarlyPlans, index: int, inputs: PlanInputs) -> Any:
+        placement = plan(early, index, inputs)
+        done.append(("plan", {"previous": inputs.previous, "made": placement}))
+        return placement
+
+    EarlyPlans.plan = noted
+
+
+@ranks(2)
+def test_a_plan_knows_the_one_before_it() -> None:
+    """Late replicas do not count: they say nothing about what the forecast was worth."""
+    import tiny_gpt
+
+    done: list[tuple[str, Any]] = []
+    _note_plans(done)
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    tiny_gpt.train(case, steps=5, hook=tiny_gpt.fssdp_hook(slots=1, late_replicas=2))
+    for layer in range(2):
+        plans = [settings for _, settings in done[layer::2]]  # from the second iteration on
+        assert len(plans) == 4
+        assert all(
+            after["previous"] is before["made"] for before, after in itertools.pairwise(plans)
+        )
+
+
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
+@ranks(2)
+def test_layers_are_planned_four_at_a_time(lifetime: str) -> None:
+    """The first layer alone, so that its fetch and the embedding begin early; further ones one right after another,
+    each once in an iteration and before it is fetched, in whatever microbatch."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 11),))
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=1, lifetime=lifetime))
+    done: list[tuple[str, Any]] = []
+    _note_plans(done)
+    tiny_gpt.before_transfers(
+        run.chunks, lambda what, plan, slots, label: done.append((what, label))
+    )
+    run.step(2)
+    layers = iter(range(1, 12))
+    done = [(what, f"layer {next(layers)}" if what == "plan" else about) for what, about in done]
+    groups = [
+        len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"
+    ]
+    assert groups == [1, 4, 4, 2]
+    fetched = {label for what, label in done if what == "fetch"}
+    assert len(fetched) > 4
+    assert all(done.index(("plan", label)) < done.index(("fetch", label)) for label in fetched)
+
+
+# Fetches by layer, from 1 on, before the embedding and before the attention of each layer.
+FIRST_FORWARD = [[1], [2, 3], [4, 5], [6, 7], [8], [], [], [], []]
+EVERY_FORWARD = [[1], [2], [3], [4], [5], [6], [7], [8], []]
+ORDERS = {
+    # Replicas of the iteration serve all microbatches of a schedule.
+    ("iteration", True): [FIRST_FORWARD, [[]] * 9],
+    # Outside of a schedule weights may change between microbatches, so every forward fetches.
+    ("iteration", False): [FIRST_FORWARD, FIRST_FORWARD],
+    ("microbatch", True): [EVERY_FORWARD, EVERY_FORWARD],
+}
+
+
+@pytest.mark.parametrize(("lifetime", "has_schedule"), ORDERS)
+@ranks(2)
+def test_layers_are_fetched_at_a_distance(lifetime: str, has_schedule: bool) -> None:
+    """Each layer's fetch begins up to four attentions before its own (one with lifetime ``microbatch``), whichever
+    layer it is. Oracle: the order that docs/memory.md describes, by hand."""
+    import loops
+    import tiny_gpt
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.utils import get_attr_wrapped_model
+
+    case = tiny_gpt.Case(accumulate=2, skew=4, settings=(("num_layers", 8),))
+    tiny_gpt.initialize(case)
+    hook = tiny_gpt.fssdp_hook(slots=1, lifetime=lifetime, speeds=tiny_gpt.FREE)
+    loop = loops.Loop(case, hook)
+    forwards: list[list[list[int]]] = []
+
+    def fetched(what: str, _plan: Any, _slots: Any, label: str) -> None:
+        if what == "fetch":
+            forwards[-1][-1].append(int(label.removeprefix("layer ")))
+
+    tiny_gpt.before_transfers(loop.chunks, fetched)
+    model = get_attr_wrapped_model(loop.chunks[0], "decoder", return_model_obj=True)
+    # Called before FSSDP's own hooks.
+    model.register_forward_pre_hook(lambda *_: forwards.append([[]]), prepend=True)
+    for layer in model.decoder.layers:
+        layer.self_attention.register_forward_pre_hook(
+            lambda *_: forwards[-1].append([]), prepend=True
+        )
+    for step in range(3):
+        forwards.clear()
+        loop.zero()
+        if has_schedule:
+            loop.call(step, 2)
+        else:
+            for microbatch in range(2):
+                loop.forward(step, microbatch).backward()
+            finalize_model_grads(loop.chunks, None)
+        loop.update()
+    layers = tiny_gpt.moe_layers(loop.chunks)
+    replicated = {layer.layer_number for layer in layers if layer.fssdp.placement.num_replicas}
+    assert {1, 2, 3, 5, 6, 7} <= replicated
+    wanted = [
+        [[layer for layer in at_once if layer in replicated] for at_once in forward]
+        for forward in ORDERS[lifetime, has_schedule]
+    ]
+    assert forwards == wanted
+
+
+@pytest.mark.newest
+@ranks(4)
+def test_no_plan_is_made_for_another_chunk() -> None:
+    """Two pipeline stages, each with two chunks of three layers: planning stops at the end of a chunk."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(pp=2, vpp=2, accumulate=2, settings=(("num_layers", 12),))
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=1))
+    done: list[tuple[str, Any]] = []
+    _note_plans(done)
+    for layer in tiny_gpt.moe_layers(run.chunks):
+        layer.router.register_forward_hook(lambda *_: done.append(("route", None)))
+    run.step(2)
+    assert [
+        len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"
+    ] == [3, 3]
+
+
+@ranks(2)
+def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
+    """The loop catches the error and goes on; layers planned before must not wait for gradients of the broken step."""
+    import tiny_gpt
+
+    from megatron_hecate.step.early_plans import EarlyPlans
+
+    case = tiny_gpt.Case(accumulate=3, settings=(("num_layers", 4),))
+    tiny_gpt.initialize(case)
+    run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1))
+    plan, calls = EarlyPlans.plan, itertools.count()
+
+    def fails_at_the_third_layer(*args: Any) -> Any:
+        if next(calls) == 2:
+            raise ValueError("no plan")
+        return plan(*args)
+
+    EarlyPlans.plan = fails_at_the_third_layer
+    with pytest.raises(ValueError, match="no plan"):
+        run.step(3)
+    for step in (4, 5):
+        run.step(step)
+    assert any(layer.fssdp.placement.num_replicas for layer in tiny_gpt.moe_layers(run.chunks))
+
+
+@pytest.mark.parametrize("transport", ["nvlink", "p2p"])
+@pytest.mark.parametrize("overlap", [False, True])
+@ranks(2)
+def test_when_buffers_are_allocated(transport: str, overlap: bool) -> None:
+    """Once, and before any activation of the first iteration, which has no replicas. With ``overlap`` parameters are
+    still being gathered then."""
+    import tiny_gpt
+    import torch
+
+    from megatron_hecate.comm.p2p import P2P
+    from megatron_hecate.nvlink.transport import NVLink
+
+    case = tiny_gpt.Case(accumulate=2, bf16=True, overlap=overlap, distributed_optimizer=overlap)
+    tiny_gpt.initialize(case)
+    done: list[str] = []
+
+    def note(kind: type) -> None:
+        allocate = kind.allocate
+
+        def noted(transport: Any, size: int, layers: Any, device: Any) -> Any:
+            assert all(layer.dtype is torch.bfloat16 for layer in layers)
+            done.append("allocate")
+            return allocate(transport, size, layers, device)
+
+        kind.allocate = noted
+
+    def hook(chunks: list) -> list:
+        chunks = tiny_gpt.fssdp_hook(transport=transport)(chunks)
+        note({"nvlink": NVLink, "p2p": P2P}[transport])  # after the self-test
+        chunks[0].embedding.register_forward_pre_hook(lambda *_: done.append("forward"))
+        return tiny_gpt.before_transfers(chunks, lambda what, *_: done.append(what))
+
+    tiny_gpt.train(case, steps=3, hook=hook)
+    at = done.index("allocate")
+    assert done.count("allocate") == 1 and at < done.index("forward") < done.index("fetch")

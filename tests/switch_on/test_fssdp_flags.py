@@ -1,0 +1,251 @@
+"""Our own flags before Megatron starts: ``check --settings`` refuses what the launcher refuses, wherever they stand.
+
+Oracle: the launcher, which the parametrized flags are given to as well; literal verdicts.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pretraining import ROOT
+
+from megatron_hecate.__main__ import main
+from megatron_hecate.switch_on import launcher
+from megatron_hecate.tools.files import read
+
+pytestmark = pytest.mark.fast
+
+# 8 experts over 4 ranks
+SIZE = {"num_experts": 8, "expert_model_parallel_size": 4}
+MEGATRON = "--num-experts 8 --expert-model-parallel-size 4"
+# our flags with their values, and a part of the error
+WRONG = [
+    ({"--moe-fssdp-slot": 2}, "moe-fssdp-slot"),
+    ({"--moe-fssdp-slots-per-rank": 2}, "moe-fssdp-slots-per-rank"),
+    ({"--moe-fssdp-life-time": "layer"}, "moe-fssdp-life-time"),
+    ({"--moe-fssdpslots": 2}, "moe-fssdpslots"),
+    ({"--moe-fssdp-prefetch": True}, "moe-fssdp-prefetch"),
+    ({"--moe-fssdp-lifetime": "foo"}, "foo"),
+    ({"--moe-fssdp-transport": "nccl"}, "nccl"),
+    ({"--moe-fssdp-slots": -1}, "-1"),
+    ({"--moe-fssdp-slots": 1.5}, "1.5"),
+    ({"--moe-fssdp-slots": 100_000}, "100000"),
+    ({"--moe-fssdp-timeout": 0}, "timeout=0"),
+    ({"--moe-fssdp-trace": "5-2"}, "trace='5-2'"),
+    ({"--moe-fssdp-trace": "3-5", "--moe-fssdp-observe": True}, "trace='3-5'"),
+    ({"--moe-fssdp-slots": 0, "--moe-fssdp-late-replicas": 1}, "late_replicas=1"),
+    ({"--moe-fssdp-rehome": 10, "--moe-fssdp-observe": True}, "rehome=10"),
+    ({"--moe-fssdp-speeds": "missing.json"}, "missing.json"),
+    ({"--moe-fssdp-speeds": "/nowhere/speeds.json"}, "/nowhere/speeds.json"),
+    ({"--moe-fssdp-speeds": str(ROOT / "README.md")}, "does not hold measured speeds"),
+    ({"--moe-fssdp-record": str(ROOT / "README.md")}, "README.md' is a file"),
+]
+RIGHT = [
+    {},
+    {"--moe-fssdp-slots": 6},
+    {"--moe-fssdp-observe": True},
+    {"--moe-fssdp-trace": "3-5", "--moe-fssdp-record": "2026"},
+    {"--moe-fssdp-trace": "3"},
+    {"--moe-fssdp-lifetime": "auto", "--moe-fssdp-timeout": 0.5, "--moe-fssdp-overlap-degree": 2},
+    {"--moe-fssdp-speeds": str(ROOT / "tests" / "data" / "free_copies.json")},
+]
+
+
+def _words(flags: dict[str, Any]) -> list[str]:
+    words = []
+    for flag, value in flags.items():
+        words += [flag] if value is True else [flag, str(value)]
+    return words
+
+
+def _fields(flags: dict[str, Any]) -> dict[str, Any]:
+    return {flag.removeprefix("--").replace("-", "_"): value for flag, value in flags.items()}
+
+
+def _files(flags: dict[str, Any]) -> dict[str, str]:
+    """Text of a file by name, with the same flags in each place."""
+    words, fields = " ".join(_words(flags)), {**SIZE, **_fields(flags)}
+    run = "torchrun --nproc-per-node 8 -m megatron_hecate run --moe-fssdp"
+    return {
+        "before.sh": f"{run} {words} -- pretrain_gpt.py {MEGATRON}\n",
+        "no_dashes.sh": f"{run} {words} pretrain_gpt.py {MEGATRON}\n",
+        "among.sh": f"{run} -- pretrain_gpt.py {MEGATRON} {words}\n",
+        "fields.json": json.dumps(fields),
+        "fields.yaml": json.dumps({**fields, "moe_fssdp": True}),
+        "nested.yaml": json.dumps({"modules": {"trainer": {"overrides": fields}}}),
+        "dotted.json": json.dumps({**SIZE, **{f"model.{k}": v for k, v in _fields(flags).items()}}),
+        "flags.json": json.dumps({"MODEL_ARGS": {**SIZE, **flags}}),
+        "line.json": json.dumps({**SIZE, "args": f"--moe-fssdp {words}"}),
+    }
+
+
+@pytest.fixture
+def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+    """What the launcher says of flags in front of a script, and among its arguments."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launcher, "_run", lambda *_: 0)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "script.py").touch()
+
+    def run(*words: str) -> tuple[int, str]:
+        try:
+            status = main(["run", "--moe-fssdp", *words])
+        except SystemExit as end:
+            status = end.code
+        return status, capsys.readouterr().err
+
+    return run
+
+
+def _check(path: Path, capsys: pytest.CaptureFixture) -> tuple[int, str]:
+    status = main(["check", "--settings", str(path)])
+    printed = capsys.readouterr()
+    return status, printed.out + printed.err
+
+
+@pytest.mark.parametrize(("flags", "part"), WRONG, ids=lambda value: str(value)[:60])
+def test_check_refuses_what_the_launcher_refuses(
+    flags: dict, part: str, launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = _words(flags)
+    for line in ([*words, "--", "script.py"], ["--", "script.py", *words]):
+        status, said = launch(*line)
+        assert status == 2 and part in said and "Traceback" not in said, said
+    for name, text in _files(flags).items():
+        (tmp_path / name).write_text(text)
+        status, said = _check(tmp_path / name, capsys)
+        assert status == 2 and part in said and said.count("\n") == 1, (name, said)
+
+
+@pytest.mark.parametrize("flags", RIGHT, ids=str)
+def test_check_accepts_what_the_launcher_accepts(
+    flags: dict, launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    words = _words(flags)
+    for line in ([*words, "--", "script.py"], ["--", "script.py", *words]):
+        assert launch(*line) == (0, "")
+    for name, text in _files(flags).items():
+        (tmp_path / name).write_text(text)
+        status, said = _check(tmp_path / name, capsys)
+        assert status == 0 and said.startswith("would switch on\n"), (name, said)
+
+
+def test_a_misspelt_flag_has_a_guess(launch: Any) -> None:
+    _, said = launch("--", "script.py", "--moe-fssdp-slot=2")
+    assert (
+        "--moe-fssdp-slot (moe_fssdp_slot) does not exist; did you mean --moe-fssdp-slots?" in said
+    )
+    _, said = launch("--", "script.py", "--moe-fssdp-zzz")
+    assert "did you mean" not in said and "run --help lists the flags" in said
+
+
+def test_sections_and_values_that_are_no_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """What Megatron's arguments or Bridge's overrides would hold; None is no number of slots either."""
+    for fields, part in (
+        ({"moe_fssdp": {"slots": 2}}, "moe_fssdp={'slots': 2} must be true or false"),
+        ({"moe_fssdp": "yess"}, "moe_fssdp='yess' must be true or false"),
+        ({"moe_fssdp_settings": {"slots": 2}}, "moe_fssdp_settings"),
+        ({"moe_fssdp_slots": None}, "slots=None"),
+        ({"moe_fssdp_slots": [2]}, "slots=[2]"),
+    ):
+        (path := tmp_path / "job.json").write_text(json.dumps({**SIZE, **fields}))
+        status, said = _check(path, capsys)
+        assert status == 2 and part in said and said.count("\n") == 1, said
+
+
+@pytest.mark.parametrize(
+    ("experts", "ranks", "slots", "refused"),
+    [
+        (8, 4, 7, "slots=7 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6"),
+        (8, 4, 6, None),
+        (2, 2, None, "slots=2 is out of range"),  # the default
+        (60, 8, 1, "num_experts=60 is not divisible by 8 ranks; use 56 or 64"),
+        (8, 4, "${SLOTS}", "SLOTS decides moe_fssdp_slots: give it"),
+    ],
+)
+def test_slots_that_do_not_fit_the_job(
+    experts: int,
+    ranks: int,
+    slots: Any,
+    refused: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    fields = {"num_moe_experts": experts, "expert_model_parallel_size": ranks}
+    if slots is not None:
+        fields["moe_fssdp_slots"] = slots
+    (path := tmp_path / "job.json").write_text(json.dumps(fields))
+    status, said = _check(path, capsys)
+    if refused is None:
+        assert (status, said) == (0, "would switch on\n")
+    else:
+        assert status == (2 if isinstance(slots, str) else 1) and refused in said, said
+
+
+def test_speeds_are_searched_here_and_beside_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (here := tmp_path / "here").mkdir()
+    (there := tmp_path / "there").mkdir()
+    monkeypatch.chdir(here)
+    (path := there / "job.json").write_text(json.dumps({**SIZE, "moe_fssdp_speeds": "fast.json"}))
+    status, said = _check(path, capsys)
+    assert status == 2 and f"is no file in {here} nor in {there}; start check in the folder" in said
+    speeds = (ROOT / "tests" / "data" / "free_copies.json").read_text()
+    for folder in (here, there):
+        (folder / "fast.json").write_text(speeds)
+        assert _check(path, capsys) == (0, "would switch on\n")
+        (folder / "fast.json").write_text("{}")
+        status, said = _check(path, capsys)
+        assert status == 2 and "fast.json does not hold measured speeds (KeyError" in said
+        (folder / "fast.json").unlink()
+
+
+def _bomb(kind: str) -> str:
+    """YAML of a hundred lines at most that stands for 10^11 values."""
+    top, tenfold = {
+        "lists": ("[lol, lol]", "[%s]"),
+        "maps": ("{x: 1, y: 2}", "{%s}"),
+        "merges": ("{x: 1, y: 2}", "{<<: [%s]}"),
+    }[kind]
+    lines = [f"a0: &a0 {top}"]
+    for depth in range(1, 12):
+        aliases = [f"*a{depth - 1}"] * 10
+        if kind == "maps":
+            aliases = [f"k{number}: {alias}" for number, alias in enumerate(aliases)]
+        lines.append(f"a{depth}: &a{depth} {tenfold % ', '.join(aliases)}")
+    return "\n".join([*lines, "expert_model_parallel_size: 8\n"])
+
+
+@pytest.mark.parametrize("kind", ["lists", "maps", "merges"])
+def test_aliases_that_stand_for_too_much(kind: str, tmp_path: Path) -> None:
+    """Within a gigabyte of addresses, which reading all values would exceed, and in seconds."""
+    (path := tmp_path / "bomb.yaml").write_text(_bomb(kind))
+    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
+    code += "from megatron_hecate.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", code, "check", "--settings", str(path)]
+    begin = time.monotonic()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert time.monotonic() - begin < 30
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
+    assert "holds more than 100000 values once its aliases (*NAME) are replaced" in done.stderr
+
+
+def test_aliases_as_people_use_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Nor does the bound hold for a large file without aliases."""
+    text = "base: &base {expert_model_parallel_size: 8}\nmodel: {<<: *base, num_moe_experts: 16}\n"
+    (path := tmp_path / "job.yaml").write_text(text)
+    monkeypatch.setattr(read, "LARGEST", 20)
+    assert _check(path, capsys)[0] == 0
+    path.write_text("\n".join([f"x{number}: 1" for number in range(40)] + ["num_experts: 8", ""]))
+    assert "expert_model_parallel_size was not found" in _check(path, capsys)[1]

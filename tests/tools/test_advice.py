@@ -1,0 +1,347 @@
+"""Advice of ``what-if`` and of the page: ranges, verdicts and ways out follow from the numbers.
+
+Oracles: shares by hand, the simulation at other speeds, and commands that are run as they are
+printed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import recorded
+
+from megatron_hecate.__main__ import COMMANDS, main
+from megatron_hecate.replicas.memory_estimate import ExpertMemory
+from megatron_hecate.tools import report
+from megatron_hecate.tools.megatron_files import read_any
+from megatron_hecate.tools.outcome import PARTS, Outcome
+from megatron_hecate.tools.recommendation import recommend
+
+pytestmark = pytest.mark.fast
+
+SIZE = recorded.Size(num=6, layers=2, experts=16, tokens=800_000, skew=1.5)
+ONE_WAY = ("--slots", "1", "--lifetime", "iteration", "--transport", "nvlink")
+
+
+def _observed(
+    folder: Path, size: recorded.Size = SIZE, *, step_ms: float = 400.0, **fields: Any
+) -> Path:
+    """Write the record of an observed run with steps of ``step_ms``."""
+    held = recorded.arrays(size, fssdp=False)
+    held["time"] = 1.7e9 + step_ms / 1e3 * np.arange(size.num)
+    return recorded.write(folder, size, held=held, transport="", **fields)
+
+
+def _simulated(folder: Path, *flags: str) -> dict[str, Any]:
+    """Return what ``what-if`` saves about one way."""
+    saved = folder / "saved.json"
+    assert main(["what-if", str(folder), *ONE_WAY, *flags, "--save", str(saved)]) == 0
+    return json.loads(saved.read_text())
+
+
+def _outcomes(*seconds: float, **parts: float) -> list[Outcome]:
+    """Return forced balance, stock, and one way of FSSDP that gains ``parts``."""
+    memory = ExpertMemory(
+        weights=1, grads=1, optimizer=1, replica_weights=0, replica_grads=0, transport=0
+    )
+    bare = dict(lifetime="iteration", imbalance=1.0, exposed=0.0, sent=0.0, late=0)
+    found = []
+    for slots, time in zip((0, 0, 1), seconds, strict=True):
+        found.append(Outcome(name="way", slots=slots, seconds=time, memory=memory, **bare))
+    of_way = {**dict.fromkeys(PARTS, 0.0), **parts}
+    found[2] = dataclasses.replace(found[2], used=1, parts=of_way)
+    return found
+
+
+def test_the_experts_speed_changes_the_gain_in_expert_compute_alone(tmp_path: Path) -> None:
+    """By hand: 10 % in compute times 0.54 and 1.15, and 10 % in all-to-alls."""
+    outcomes = _outcomes(0.8, 1.0, 0.8, **{"expert compute": 0.1, "all-to-all": 0.1})
+    text = recommend(outcomes, 0.0).text
+    assert "; 15.4% to 21.5%, since the experts' speed is assumed" in text
+    # The same by simulation at these speeds, at which plans differ a little.
+    stated = _simulated(_observed(tmp_path / "run"))["recommendation"]
+    low, high = map(float, re.search(r"; ([\d.]+)% to ([\d.]+)%, since", stated).groups())
+    for by, right in ((0.54, low), (1.15, high)):
+        speeds = {**recorded.SPEEDS, "flops": recorded.SPEEDS["flops"] / by}
+        _, stock, way = _simulated(_observed(tmp_path / f"{by}", speeds=speeds))["outcomes"]
+        assert 100 * (1 - way["seconds"] / stock["seconds"]) == pytest.approx(right, abs=1.5)
+
+
+def test_a_loss_has_a_range_in_order() -> None:
+    """By hand: 2 % of a step more, over a stock step that lasts 1.45 or 0.55 times as long."""
+    text = recommend(_outcomes(1.0, 1.0, 1.02), 0.0, error=0.45).text
+    assert text.startswith("do not switch it on: -3.6% to -1.4% of a step to win"), text
+    # a step three times as long is no reason to try it
+    assert recommend(_outcomes(1.0, 1.0, 3.0), 0.0, error=0.45).verdict == "no"
+
+
+def test_an_obstacle_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Experts that do not fit, and a single rank, where nothing is uneven."""
+    memory = 1 << 28
+    folder = _observed(tmp_path / "small", job=dict(device_bytes=memory))
+    assert report.main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "stock itself does not fit" in text and "nothing to win" not in text
+    alone = recorded.Size(num=4, layers=2, ranks=1)
+    assert report.main([str(_observed(tmp_path / "alone", alone))]) == 0
+    text = capsys.readouterr().out
+    assert "nothing to win" in text and "slots are never filled" not in text
+    assert "(--ranks, --ep, --microbatches):\n" in text
+
+
+def test_speeds_that_do_not_fit_the_steps_are_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Oracle: by hand, a step cannot lose more time than it took."""
+    for flops, fits in ((4.4e14, True), (4.4e8, False)):
+        folder = tmp_path / f"{flops:g}"
+        held = recorded.arrays(SIZE)
+        held["time"] = 1.7e9 + 0.4 * np.arange(SIZE.num)
+        recorded.write(folder, SIZE, held=held, speeds={**recorded.SPEEDS, "flops": flops})
+        assert report.main([str(folder)]) == 0
+        text = capsys.readouterr().out
+        assert ("No verdict, since times are not known" in text) != fits, text
+        assert ("but a step took 400.0 ms: train with --moe-fssdp-speeds FILE" in text) != fits
+        assert ("of a stock step" in text) == fits
+
+
+def test_seq_of_a_recorded_model_is_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Oracle: the record, which has 25,000 tokens of a rank per microbatch."""
+    folder = _observed(tmp_path / "run")
+    _simulated(folder, "--seq", "2500")
+    text = capsys.readouterr().out
+    assert "4 microbatches of 2,500 tokens" in text
+    assert "note: the record has 25,000 tokens of a rank per microbatch, not 2,500\n" in text
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--microbatches", "8"),
+        ("--seq", "5000"),
+        ("--ranks", "8", "--pp", "2"),
+    ],
+    ids=["microbatches", "tokens", "stages"],
+)
+def test_a_recorded_step_is_not_one_with_other_work(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = _observed(tmp_path / "run")
+    _simulated(folder)
+    assert "stock step 400 ms" in capsys.readouterr().out
+    _simulated(folder, *flags)
+    text = capsys.readouterr().out
+    assert "stock step unknown" in text and "give --step-ms" in text
+    # more ranks with the same work each: data parallelism
+    _simulated(folder, "--ranks", "16")
+    assert "16 ranks, EP 4, PP 1" in (text := capsys.readouterr().out)
+    assert "stock step 400 ms" in text
+
+
+def test_what_a_trace_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A name with a typing error, a folder without a run, and a run without sizes."""
+    bare = _observed(tmp_path / "bare", shape={}, speeds={}, memory={})
+    (tmp_path / "empty").mkdir()
+    for name, right in (
+        ("typo", "typo does not exist"),
+        ("empty", "--model NAME is needed: EMPTY is no run folder"),
+        ("bare", "--model NAME is needed: the record in BARE holds no sizes"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["what-if", str(tmp_path / name)])
+        right = right.replace("EMPTY", str(tmp_path / "empty")).replace("BARE", str(bare))
+        assert right in capsys.readouterr().err, name
+
+
+def _page(folder: Path) -> dict[str, Any]:
+    """Return the page's content."""
+    export = folder / "page.json"
+    assert report.main([str(folder), "--export", str(export)]) == 0
+    return json.loads(export.read_text())
+
+
+def test_iterations_in_which_a_layer_is_idle_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Oracle: the same record without these iterations."""
+    held = recorded.arrays(SIZE, fssdp=False)
+    held["time"] = 1.7e9 + 0.4 * np.arange(SIZE.num)
+    held["load"][[2, 4], 1] = 0
+    folder = recorded.write(tmp_path / "run", SIZE, held=held)
+    found = _simulated(folder)
+    assert "note: left out: 2 of 6 iterations, where a layer has no" in capsys.readouterr().out
+    rest = np.delete(np.arange(SIZE.num), [2, 4])
+    whole = {name: array[rest] for name, array in held.items()}
+    right = _simulated(recorded.write(tmp_path / "right", SIZE, held=whole))
+    for one, other in zip(found["outcomes"], right["outcomes"], strict=True):
+        for name in ("seconds", "imbalance", "sent"):
+            assert one[name] == pytest.approx(other[name], rel=1e-6), name
+    assert _page(folder)["verdict"]["text"].startswith("Switch FSSDP on")
+
+
+def test_the_page_gives_the_reason_why_it_has_no_times(tmp_path: Path) -> None:
+    """A layer that is never used, and an unknown model; for both the command is meant."""
+    held = recorded.arrays(SIZE, fssdp=False)
+    held["load"][:, 1] = 0
+    verdict = _page(recorded.write(tmp_path / "idle", SIZE, held=held))["verdict"]
+    assert "some in every step and layer" in verdict["text"] and "--model" not in verdict["command"]
+    verdict = _page(_observed(tmp_path / "bare", shape={}, speeds={}, memory={}))["verdict"]
+    assert "the record holds no sizes or no speeds" in verdict["text"]
+    names = {"MODEL": "olmoe,experts=16,layers=2", "CLUSTER": "h100x8", "RANKS": "4", "MS": "9000"}
+    command = verdict["command"].replace("model NAME", "model MODEL")
+    command = command.replace("cluster NAME", "cluster CLUSTER").replace("ranks N", "ranks RANKS")
+    words = [names.get(word, word) for word in shlex.split(command)]
+    assert words[0] == "megatron-hecate" and main([*words[1:], *ONE_WAY]) == 0
+
+
+def test_a_single_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for num, right in ((1, True), (2, False)):
+        size = dataclasses.replace(SIZE, num=num)
+        _simulated(_observed(tmp_path / str(num), size))
+        assert ("note: there is a single step" in capsys.readouterr().out) is right
+
+
+def test_times_that_are_none_are_not_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """By hand: steps of 400 ms, and steps that take no time."""
+    times = 1.7e9 + 0.4 * np.arange(SIZE.num)
+    for name, time, right in (("some", times, 400.0), ("zero", np.full_like(times, 1.7e9), 0.0)):
+        held = {**recorded.arrays(SIZE, fssdp=False), "time": time}
+        folder = recorded.write(tmp_path / name, SIZE, held=held, transport="")
+        assert _page(folder)["info"]["step"] == pytest.approx(right), name
+        capsys.readouterr()
+        _simulated(folder)
+        text = capsys.readouterr().out
+        assert ("stock step 400 ms" if right else "stock step unknown") in text
+        assert "--step-ms 0" not in text
+
+
+def test_commands_name_folders_as_a_shell_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: a shell's words."""
+    monkeypatch.chdir(tmp_path)
+    fields = dict(shape={}, speeds={}, memory={})
+    for name in ("my run ü", "it's $HOME"):
+        folder = Path(name)
+        switch_on = shlex.split(_page(_observed(folder))["verdict"]["command"])
+        assert f"{name}-fssdp" in switch_on
+        words = shlex.split(_page(_observed(folder, **fields))["verdict"]["command"])
+        assert words[:3] == ["megatron-hecate", "what-if", name]
+    with pytest.raises(ValueError, match="--moe-fssdp-record 'no run' writes one"):
+        read_any("no run")
+    held = recorded.arrays(SIZE)
+    words = shlex.split(_page(recorded.write(folder, SIZE, held=held))["verdict"]["command"])
+    assert main([word.replace("STOCK_RUN", name) for word in words[1:]]) == 0
+
+
+def test_memory_of_weights_in_fp32(tmp_path: Path) -> None:
+    """By hand: 4 bytes of weights and of gradients, 8 of Adam's state, for each parameter."""
+    wide = {**recorded.SHAPE, "expert_bytes": 4 * recorded.SHAPE["token_flops"] / 2}
+    _, stock, way = _simulated(_observed(tmp_path / "run", shape=wide))["outcomes"]
+    parameters = recorded.SHAPE["token_flops"] / 2 * SIZE.layers * SIZE.experts / SIZE.ranks
+    names = ("weights", "grads", "optimizer")
+    found = [stock["memory"][name] / parameters for name in names]
+    assert found == pytest.approx([4, 4, 8], rel=1e-3)
+    of_replica = recorded.SHAPE["token_flops"] / 2 * SIZE.layers
+    assert way["memory"]["replica_weights"] / of_replica == pytest.approx(4, rel=1e-3)
+
+
+@pytest.mark.slow
+def test_the_page_of_a_machine_without_utf_8(tmp_path: Path) -> None:
+    """Oracle: the page as it is written with UTF-8."""
+    held = recorded.arrays(SIZE)
+    folder = recorded.write(tmp_path / "run", SIZE, held=held)
+    page = folder / "report.html"
+    command = [sys.executable, "-m", "megatron_hecate", "report", str(folder)]
+    pages = []
+    for encoding in ("1", "0"):
+        settings = {"PYTHONUTF8": encoding, "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+        subprocess.run(command, env={**os.environ, **settings}, timeout=120, check=True)
+        pages.append(page.read_bytes())
+    assert pages[0] == pages[1]
+
+
+FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+# written by Megatron
+MEGATRONS = {"--moe-routing-trace-path", "--save-tokens-per-expert-interval"}
+
+
+def _flags_of(command: str) -> set[str]:
+    return {
+        flag
+        for action in COMMANDS[command].load().make_parser()._actions
+        for flag in action.option_strings
+    }
+
+
+def _cited(text: str, own: set[str]) -> list[str]:
+    """Flags in ``text`` that are neither of the command with the flags ``own``, nor of `run`."""
+    return [flag for flag in FLAG.findall(text) if flag not in own | _flags_of("run") | MEGATRONS]
+
+
+@pytest.mark.parametrize(
+    "kind", ["stock", "no time", "few bytes", "alone", "fast", "balanced", "bare", "fssdp", "slow"]
+)
+def test_report_names_flags_of_its_own_or_their_command(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """In what is printed, a line about flags of what-if names what-if, which has them."""
+    size = recorded.Size(num=4, layers=2, ranks=1) if kind == "alone" else SIZE
+    held = recorded.arrays(size, fssdp=kind in ("fssdp", "slow"))
+    fields: dict = {"job": {"device_bytes": 1 << 28}} if kind == "few bytes" else {}
+    if kind == "no time":
+        held["time"] = np.full(size.num, 1e9)
+    elif kind == "balanced":
+        held["load"][:] = 512
+    elif kind == "bare":
+        fields = dict(shape={}, speeds={}, memory={})
+    elif kind == "slow":
+        fields = dict(speeds={**recorded.SPEEDS, "flops": 4.4e8})
+    if kind == "fast":
+        folder = _observed(tmp_path / "run", step_ms=1e-3)
+    else:
+        folder = recorded.write(tmp_path / "run", size, held=held, **fields)
+    assert report.main([str(folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    for number, line in enumerate(lines):
+        if strange := _cited(line, _flags_of("report")):
+            # the reason of the verdict, or a command, follows
+            near = line.replace("docs/what-if", "")
+            if number == 0 or lines[number + 1].startswith("    "):
+                near += lines[number + 1]
+            assert "what-if" in near, line
+            assert set(strange) <= _flags_of("what-if"), line
+    assert kind != "fast" or "The record's step time is not used" in "".join(lines), lines
+
+
+def test_messages_name_flags_that_exist() -> None:
+    """All texts of the commands of tools, and of the page, which belongs to no other command than report."""
+    own = set().union(*map(_flags_of, ("report", "what-if", "measure", "check")))
+    folder = Path(report.__file__).parent
+    for path in [*folder.glob("*.py"), *(folder.parent / "record").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                strange = set(_cited(node.value, own)) - {
+                    "--nproc-per-node",
+                    "--otel-enabled",
+                    "--no-python",
+                }
+                assert not strange, f"{path.name}:{node.lineno}: {strange}"
+    for path in (
+        report.PAGE / name for name in ("page.html", "page.js", "summary.js", "charts.js")
+    ):
+        text = re.sub(
+            r"<!--.*?-->|var\(--[\w-]+\)|\"--[\w-]+\"", "", path.read_text(), flags=re.DOTALL
+        )
+        assert not _cited(text, _flags_of("report")), path

@@ -1,0 +1,576 @@
+"""The page about a recorded run. Oracle: sums and maxima by plain loops over the record, and the planner's own cost."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import errno
+import json
+import math
+import re
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import recorded
+
+from megatron_hecate import files, trace
+from megatron_hecate.__main__ import main
+from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
+from megatron_hecate.plan.replicas import problem_of
+from megatron_hecate.plan.search import plan_cost
+from megatron_hecate.tools import report, what_if
+from megatron_hecate.tools.report_text import ms_text
+
+pytestmark = pytest.mark.fast
+SIZE = recorded.Size()
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    """What the page holds, as a browser would read it."""
+    report.write(folder, folder / "report.html")
+    text = (folder / "report.html").read_text()
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    return json.loads(found[1])
+
+
+def _values(picture: dict[str, Any], kind: str, side: int) -> list[float]:
+    words = np.frombuffer(base64.b64decode(picture[kind][side]), "<u2")
+    return [math.nan if word == 65535 else word * picture["top"] / 65534 for word in words.tolist()]
+
+
+def _series(content: dict[str, Any], chart: str) -> dict[str, list[float]]:
+    return {name: values for name, _, values in content["lines"][chart]["series"]}
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    held = recorded.arrays(SIZE)
+    return held, _content(recorded.write(tmp_path / "run", SIZE, held=held))
+
+
+def _sides(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[list[int], list[int]]:
+    """Tokens of each rank before and after, by loops."""
+    load, per_rank = held["load"][t, layer].tolist(), SIZE.experts // SIZE.ranks
+    before = [0] * SIZE.ranks
+    for expert, tokens in enumerate(load):
+        before[expert // per_rank] += tokens
+    return before, held["rank_load"][t, layer].tolist()
+
+
+def _token_ms() -> float:
+    """Forward, and a backward of twice as much."""
+    return 1e3 * 3 * recorded.SHAPE["token_flops"] / recorded.SPEEDS["flops"]
+
+
+def _all_to_all_ms(ranks: list[float]) -> float:
+    """Four all-to-alls per microbatch, by loops: each rank sends as much as any other; 2 ranks on each of 2 nodes."""
+    node, num = (0, 0, 1, 1), recorded.SHAPE["microbatches"]
+    sent, got = ([[0.0] * 4 for _ in range(2)] for _ in range(2))  # [inside or between][rank]
+    for source in range(4):
+        for rank, tokens in enumerate(ranks):
+            if rank != source:
+                size = tokens / 4 / num * recorded.SHAPE["token_bytes"]
+                sent[node[rank] != node[source]][source] += size
+                got[node[rank] != node[source]][rank] += size
+    inside = max(*sent[0], *got[0])
+    between = max(sum(way[1][first : first + 2]) / 2 for way in (sent, got) for first in (0, 2))
+    times = [
+        size / recorded.SPEEDS[link]["bandwidth"] + recorded.SPEEDS[link]["latency"] * (size > 0)
+        for link, size in (("intra", inside), ("inter", between))
+    ]
+    return 1e3 * 4 * num * max(times)
+
+
+def _lost_ms(ranks: list[int]) -> float:
+    """Beyond forced balance: compute of the fullest rank, and longer all-to-alls."""
+    mean = sum(ranks) / len(ranks)
+    longer = _all_to_all_ms(ranks) - _all_to_all_ms([mean] * len(ranks))
+    return (max(ranks) - mean) * _token_ms() + longer
+
+
+def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, float, float]:
+    """What replicas cost, and all copies and those hidden: by the measured seconds of a copy, counted by loops, or else
+    by the planner's own cost of copies."""
+    links = {name: Link(**recorded.SPEEDS[name]) for name in ("intra", "inter")}
+    world, shape = (
+        World((0, 0, 1, 1), Speeds(**{**recorded.SPEEDS, **links})),
+        LayerShape(**recorded.SHAPE),
+    )
+    homes = Placement.initial(SIZE.experts, SIZE.ranks, num_slots=SIZE.slots)
+    pairs = [
+        (e, r) for r in range(SIZE.ranks) for e in held["replica"][t, layer, r].tolist() if e >= 0
+    ]
+    table = homes.with_replicas(pairs).table.copy()
+    if not pairs:
+        return 0.0, 0.0, 0.0
+    window, copy = held["window"][t, layer], held["copy"][t, layer]
+    bare = shape.copy_cost(world)
+    further = bare.computing * max(sum(rank == r for _, rank in pairs) for r in range(SIZE.ranks))
+    if math.isnan(copy):
+        copies = (
+            plan_cost(np.zeros(SIZE.experts), problem_of(homes, world, bare), table, np.inf)[1]
+            - bare.routing
+            - further
+        )
+        out, back = (copies * part * _token_ms() for part in (bare.out, 1 - bare.out))
+    else:
+        taken, given = [0] * SIZE.ranks, [0] * SIZE.ranks
+        for expert, rank in pairs:
+            taken[rank] += 1
+            given[expert // (SIZE.experts // SIZE.ranks)] += 1
+        out = 1e3 * copy * max(*taken, *given)
+        back = (
+            out * recorded.SHAPE["grad_bytes"] / recorded.SHAPE["expert_bytes"]
+        )  # fetched and returned once
+    allowed = 1e3 * (recorded.SHAPE["hidden_seconds"] if math.isnan(window) else window)
+    hidden = min(out, allowed) + min(back, allowed)
+    waits_not = 1.0 if math.isnan(copy) else min(1.0, shape.fetch_seconds(world) / copy)
+    price = out + back - hidden + bare.contention * waits_not * hidden
+    price += (bare.routing + further) * _token_ms()
+    return price, out + back, hidden
+
+
+def test_time_lost_and_won_back(made: tuple) -> None:
+    held, content = made
+    lost, left = (
+        _series(content, "lost")["lost, as routed"],
+        _series(content, "lost")["lost, with FSSDP"],
+    )
+    for t in range(SIZE.num):
+        before_ms = after_ms = 0.0
+        for layer in range(SIZE.layers):
+            before, after = _sides(held, t, layer)
+            before_ms += _lost_ms(before)
+            after_ms += _lost_ms(after) + _price_ms(held, t, layer)[0]
+        assert lost[t] == pytest.approx(before_ms, rel=1e-4) and left[t] == pytest.approx(
+            after_ms, rel=1e-4
+        ), t
+        assert _series(content, "lost")["won back, net"][t] == pytest.approx(
+            before_ms - after_ms, abs=1e-5
+        )
+    assert content["mean"]["lost"] == pytest.approx(statistics.fmean(lost), rel=1e-4)
+    assert len(set(left)) > 3 and any(a != b for a, b in zip(lost, left, strict=True))
+    copies = _series(content, "copies")
+    assert max(copies["all copies"]) > 0 and copies["all copies"][0] == 0
+    for t in range(SIZE.num):
+        every, hidden = (
+            sum(_price_ms(held, t, layer)[at] for layer in range(SIZE.layers)) for at in (1, 2)
+        )
+        assert copies["all copies"][t] == pytest.approx(every, abs=2e-6)
+        assert copies["hidden behind compute"][t] == pytest.approx(hidden, abs=2e-6)
+        assert copies["not hidden"][t] == pytest.approx(every - hidden, abs=2e-6)
+    assert any(copies["not hidden"]) and any(copies["hidden behind compute"])
+
+
+def test_imbalance_pictures_and_tables(made: tuple) -> None:
+    held, content = made
+    ratios = {"as routed": [], "as computed": []}  # [L][T] each
+    for layer in range(SIZE.layers):
+        sides = [_sides(held, t, layer) for t in range(SIZE.num)]
+        for at, name in enumerate(ratios):
+            loads = [side[at] for side in sides]
+            of_layer = [max(load) / statistics.fmean(load) for load in loads]
+            ratios[name].append(of_layer)
+            whole, parts = (_values(content["loads"], kind, at) for kind in ("whole", "parts"))
+            for rank in range(SIZE.ranks):
+                total, mean = (
+                    sum(f(load) for load in loads)
+                    for f in (lambda x, r=rank: x[r], statistics.fmean)
+                )
+                assert whole[layer * SIZE.ranks + rank] == pytest.approx(total / mean, abs=1e-4)
+                for t in range(SIZE.num):
+                    right = loads[t][rank] / statistics.fmean(loads[t])
+                    assert parts[(layer * SIZE.ranks + rank) * SIZE.num + t] == pytest.approx(
+                        right, abs=1e-4
+                    )
+            spread = _values(content["spread"], "parts", at)[
+                layer * SIZE.num : (layer + 1) * SIZE.num
+            ]
+            assert spread == pytest.approx(of_layer, abs=1e-4)
+        row = content["layers"][layer]
+        before, after = ratios["as routed"][layer], ratios["as computed"][layer]
+        count = [
+            sum(e >= 0 for e in held["replica"][t, layer].ravel().tolist()) for t in range(SIZE.num)
+        ]
+        right = [
+            statistics.fmean(before),
+            max(before),
+            statistics.fmean(after),
+            max(after),
+            statistics.fmean(count),
+        ]
+        right += [count.count(0) / SIZE.num, statistics.fmean(held["late"][:, layer].tolist())]
+        assert row[:7] == pytest.approx(right, rel=1e-4)
+    series = _series(content, "imbalance")
+    for name, of_layers in ratios.items():
+        for t in range(SIZE.num):
+            values = sorted(of_layer[t] for of_layer in of_layers)
+            assert series[f"{name}, worst layer"][t] == pytest.approx(values[-1], rel=1e-4)
+            assert series[f"{name}, median layer"][t] == pytest.approx(
+                statistics.median(values), rel=1e-4
+            )
+            assert (
+                series[f"{name}, 10 % of layers below"][t]
+                <= series[f"{name}, 90 % of layers below"][t]
+            )
+    assert content["layers"][1][-1] == "Not worth it", (
+        "fewer milliseconds to win than routing takes"
+    )
+    assert content["layers"][0][-1] == "Replicas"
+    assert content["reasons"].keys() == {"Replicas", "Not worth it"}
+    words = " ".join(content["words"])
+    assert (
+        "6 iterations (1 to 6) of 3 MoE layers with 8 experts over 4 ranks on 2 nodes. FSSDP was on."
+        in words
+    )
+    assert f"{content['mean']['before']:.2f} times the mean load" in words
+
+
+def test_hottest_experts_and_memory(made: tuple) -> None:
+    held, content = made
+    for layer in range(SIZE.layers):
+        total = held["load"][:, layer].sum(axis=0).tolist()
+        order = sorted(range(SIZE.experts), key=lambda e: (-total[e], e))
+        assert content["experts"]["number"][layer] == order
+        assert content["experts"]["home"][layer] == [e // 2 for e in order]
+        whole = _values(content["hot"], "whole", 0)[
+            layer * SIZE.experts : (layer + 1) * SIZE.experts
+        ]
+        assert whole == pytest.approx([total[e] / statistics.fmean(total) for e in order], abs=1e-4)
+        for e, count in zip(order, content["experts"]["replicas"][layer], strict=True):
+            assert count * SIZE.num == pytest.approx((held["replica"][:, layer] == e).sum())
+    memory = _series(content, "memory")
+    for t in range(SIZE.num):
+        ranks = [_sides(held, t, layer) for layer in range(SIZE.layers)]
+        for at, name in enumerate(("stock", "FSSDP")):
+            tokens = max(sum(side[at][rank] for side in ranks) for rank in range(SIZE.ranks))
+            kept = 2 * tokens / recorded.SHAPE["microbatches"] * 7e3
+            assert memory[f"{name}, activations of experts"][t] == pytest.approx(
+                kept / 2**20, rel=1e-4
+            )
+            assert memory[f"{name}, all"][t] == pytest.approx(
+                (3.6e7 + 7e6 * at + kept) / 2**20, rel=1e-4
+            )
+    assert memory["homes: weights, gradients, optimizer"] == pytest.approx(
+        [3.6e7 / 2**20] * SIZE.num, rel=1e-4
+    )
+    assert memory["replicas: buffers for all slots"] == pytest.approx(
+        [7e6 / 2**20] * SIZE.num, rel=1e-4
+    )
+
+
+def test_memory_of_stages_of_their_own_and_recomputed_experts(tmp_path: Path) -> None:
+    """The first stage keeps more microbatches, the second one recomputes: of its layers one lives at a time."""
+    size, folder = recorded.Size(num=4, layers=2), tmp_path / "run"
+    stages = [recorded.arrays(size, seed=seed, fssdp=False) for seed in (1, 2)]
+    for stage, held in enumerate(stages):
+        memory = recorded.MEMORY | ([dict(kept=3), dict(kept=0, weights=6e6)][stage])
+        recorded.write(
+            folder, size, held={**held, "time": stages[0]["time"]}, stage=stage, memory=memory
+        )
+    found = _series(_content(folder), "memory")
+    for t in range(size.num):
+        totals, activations = [], []
+        for stage, held in enumerate(stages):
+            ranks = [
+                [sum(of[2 * r : 2 * r + 2]) for r in range(size.ranks)]
+                for of in held["load"][t].tolist()
+            ]
+            tokens = max(map(max, ranks)) if stage else 3 * max(map(sum, zip(*ranks, strict=True)))
+            activations.append(tokens / recorded.SHAPE["microbatches"] * 7e3 / 2**20)
+            totals.append((3.2e7 + [4e6, 6e6][stage]) / 2**20 + activations[-1])
+        assert found["stock, all"][t] == pytest.approx(max(totals), rel=1e-4)
+        assert found["stock, activations of experts"][t] == pytest.approx(
+            max(activations), rel=1e-4
+        )
+
+
+def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    held = recorded.arrays(SIZE, fssdp=False)
+    folder = recorded.write(tmp_path / "observed", SIZE, held=held)
+    assert report.main([str(folder)]) == 0
+    said = capsys.readouterr().out
+    assert "FSSDP was off" in said and f"what-if {folder}\n" in said and "ranks wait" in said
+    content = _content(folder)
+    assert content["observed"] and content["lines"].keys() == {
+        "imbalance",
+        "memory",
+        "lost",
+        "step",
+    }
+    assert [len(content[name]["parts"]) for name in ("loads", "spread")] == [1, 1]
+    assert {row[-1] for row in content["layers"]} <= {"Uneven", "Balanced"}
+    bare = recorded.write(tmp_path / "bare", SIZE, held=held, shape={}, speeds={}, memory={})
+    content = _content(bare)
+    assert (
+        content["lines"].keys() == {"imbalance", "memory"}
+        and content["lines"]["memory"]["unit"] == "tokens"
+    )
+    assert "times are not known" in content["verdict"]["text"]
+
+
+def test_slow_and_hot_ranks_are_named(tmp_path: Path) -> None:
+    """Oracle: times and tokens as written."""
+    size = recorded.Size(num=40, layers=2, ranks=4)
+    held = recorded.arrays(size, fssdp=False)
+    load = np.full_like(held["load"], 100)
+    load[:, :, : load.shape[2] // 4] = 200  # the experts of rank 0
+    tokens = load.reshape(40, 2, 4, -1).sum(axis=3)
+    pace = np.ones((40, 1, 4))
+    pace[20:, :, 3] = 1.5
+    held |= {"load": load, "timed_tokens": tokens, "timed_ns": (1000 * tokens * pace).astype(int)}
+    held.pop("peak", None)
+    content = _content(recorded.write(tmp_path / "run", size, held=held))
+    words = " ".join(content["words"])
+    assert re.search(r"Rank 3 is slow: 1\.50 times the other ranks' time per token since", words)
+    assert "Rank 0 is hot: 1.60 times the mean of tokens, at the other ranks' time" in words
+    assert [rank["verdict"] for rank in content["ranks"]] == ["hot", "neither", "neither", "slow"]
+    assert abs(content["ranks"][3]["since"] - held["iteration"][20]) <= 3
+    held["timed_ns"] = 1000 * tokens
+    words = " ".join(_content(recorded.write(tmp_path / "even", size, held=held))["words"])
+    assert "No rank is slow: none needs 10%" in words and "since iteration" not in words
+
+
+@pytest.mark.parametrize("fssdp", [True, False])
+@pytest.mark.parametrize(
+    "size",
+    [
+        recorded.Size(num=1, layers=1),
+        recorded.Size(num=1),
+        recorded.Size(layers=1),
+        recorded.Size(num=3, tokens=0),
+        recorded.Size(num=2500, layers=2),
+        recorded.Size(ranks=1, slots=0),
+    ],
+    ids=["one-one", "one-iteration", "one-layer", "no-tokens", "many-iterations", "one-rank"],
+)
+def test_odd_records(tmp_path: Path, size: recorded.Size, fssdp: bool) -> None:
+    content = _content(
+        recorded.write(tmp_path / "run", size, held=recorded.arrays(size, fssdp=fssdp))
+    )
+    points = min(size.num, 1000)
+    assert len(content["iterations"]) == points and content["iterations"] == sorted(
+        content["iterations"]
+    )
+    for chart in content["lines"].values():
+        assert {len(values) for _, _, values in chart["series"]} == {points}
+    assert len(content["layers"]) == size.layers
+    loads = _values(content["loads"], "whole", 0)
+    assert len(loads) == size.layers * size.ranks and all(map(math.isnan, loads)) == (
+        size.tokens == 0
+    )
+    first, last = content["loads"]["groups"][0][0], content["loads"]["groups"][-1][1]
+    assert (first, last) == (1, size.num)
+
+
+def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
+    """Two stages with one layer each: at least the one that waits longer counts, at most both."""
+    size, folder = recorded.Size(layers=1, skew=2.0), tmp_path / "run"
+    stages = [recorded.arrays(size, seed=seed, fssdp=False) for seed in (1, 2)]
+    for stage, held in enumerate(stages):
+        recorded.write(folder, size, held={**held, "time": stages[0]["time"]}, stage=stage)
+    waits = []
+    for held in stages:
+        ranks = held["load"].reshape(size.num, size.ranks, -1).sum(axis=2)
+        waits.append(np.array([_lost_ms(of_step.tolist()) for of_step in ranks]))
+    assert (waits[0] != waits[1]).all() and min(map(min, waits)) > 0
+    lost = _series(_content(folder), "lost")["lost, as routed"]
+    assert (np.maximum(*waits) - 1e-6 <= lost).all() and (lost <= sum(waits) + 1e-6).all()
+    assert (lost < 0.99 * sum(waits)).any(), "stages overlap"
+
+
+def test_no_record_and_no_place_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    assert report.main([str(tmp_path)]) == 2
+    assert "no report: " in capsys.readouterr().err
+    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
+    assert report.main([str(folder), "--out", str(tmp_path / "missing" / "page.html")]) == 2
+    assert "missing" in capsys.readouterr().err
+    assert report.main([str(folder), "--stages", "2"]) == 2
+    assert "names its own pipeline stages; leave stages=2 out" in capsys.readouterr().err
+    assert main(["--report", str(folder), "--out", str(tmp_path / "page.html")]) == 0, (
+        "by the command line, too"
+    )
+    assert (tmp_path / "page.html").exists() and not (folder / "report.html").exists()
+
+
+def test_traces_of_ranks_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
+    for rank in (0, 1):
+        (folder / f"trace-{rank}.json").write_text(
+            json.dumps({"traceEvents": [{"ph": "X", "pid": rank}]})
+        )
+    assert report.main([str(folder)]) == 0
+    assert f"{folder / 'trace.json'}: open it in ui.perfetto.dev" in capsys.readouterr().out
+    assert [e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]] == [
+        0,
+        1,
+    ]
+
+
+def test_a_trace_that_found_no_room_leaves_those_of_other_ranks(tmp_path: Path) -> None:
+    """The operating system refuses the second half of a file, as a full disk does."""
+    code = f"""
+import resource, signal
+from megatron_hecate import trace
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
+kept = trace.Iterations((1, 1), {str(tmp_path)!r}, rank=0, shift=0.0)
+kept.begin(1)
+kept.begin(2)
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert "rank 0 cannot write its trace" in ran.stderr
+    (tmp_path / "trace-1.json").write_text('{"traceEvents": [{"pid": 1}]}')
+    assert json.loads(trace.merge(tmp_path).read_text())["traceEvents"] == [{"pid": 1}]
+
+
+def test_a_trace_without_a_record_is_put_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """``--moe-fssdp-trace`` needs no ``--moe-fssdp-record``."""
+    (tmp_path / "trace-0.json").write_text('{"traceEvents": [{"pid": 0}]}')
+    assert report.main([str(tmp_path)]) == 2
+    said = capsys.readouterr()
+    assert "trace.json: open it" in said.out and "holds no record of a run" in said.err
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == [{"pid": 0}]
+
+
+def test_one_file_that_needs_nothing_and_escapes_names(tmp_path: Path) -> None:
+    evil = ["</script><b>layer 1", "layer <!-- 2", "layer 3"]
+    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE), layers=evil)
+    assert sorted(_content(folder)["info"]["layers"]) == sorted(evil)
+    page = (folder / "report.html").read_text()
+    assert page.count("</script>") == 3 and "/*data*/" not in page and "/*page.js*/" not in page
+    addresses = set(
+        re.findall(
+            r"(?:https?:)?//[a-z][\w.-]+\.[a-z]{2,}[^\s\"')]*", re.sub(r"\s//\s.*", "", page)
+        )
+    )
+    assert addresses == {"https://github.com/leeoniya/uPlot"}, (
+        "but for the library's own comment, no address"
+    )
+    assert not re.search(r"\b(?:src|href)\s*=\s*[\"'](?!#|data:,)", page) and "@import" not in page
+    assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import)\s*\(", page)
+
+
+def test_numbers_in_words() -> None:
+    values = {
+        0.0: "0 ms",
+        -1e-9: "less than 0.001 ms",
+        0.01234: "0.0123 ms",
+        12.345: "12.3 ms",
+        99.7: "100 ms",
+        999.4: "999 ms",
+        1500: "1.50 s",
+    }
+    for value, text in values.items():
+        assert ms_text(value) == text
+
+
+def test_the_page_and_what_if_give_one_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Oracle: what the other command prints and saves about the same folder."""
+    size = recorded.Size(num=12, layers=3, experts=16, ranks=4, tokens=800_000, skew=1.5)
+    held = recorded.arrays(size, fssdp=False)
+    held["time"] = 1.7e9 + 0.4 * np.arange(size.num)
+    folder = recorded.write(tmp_path / "run", size, held=held, transport="")
+    content = _content(folder)
+    saved = tmp_path / "saved.json"
+    assert what_if.main([str(folder), "--save", str(saved)]) == 0
+    text = capsys.readouterr().out
+    saved = json.loads(saved.read_text())
+    assert saved["recommendation"] in content["verdict"]["reason"]
+    forced, stock, *ways = saved["outcomes"]
+    parts = {name: (lost, won) for name, lost, won in content["parts"]["rows"]}
+    assert sum(lost for lost, _ in parts.values()) == pytest.approx(
+        1e3 * (stock["seconds"] - forced["seconds"]), abs=1e-5
+    )
+    assert parts["expert compute"][0] > 0 < parts["all-to-all"][0]
+    assert any(
+        [1e3 * way["parts"][name] for name in parts]
+        == pytest.approx([won for _, won in parts.values()], abs=1e-5)
+        for way in ways
+    )
+    cost = f"{sum(lost for lost, _ in parts.values()) / content['parts']['step']:.1%}"
+    assert f"imbalance costs {cost}" in text and f"together{cost:>31}" in text
+    # The chart of all iterations is of the same model: here both cover the same iterations.
+    lost = _series(content, "lost")["lost, as routed"][1:]
+    assert statistics.fmean(lost) == pytest.approx(
+        sum(lost for lost, _ in parts.values()), rel=2e-3
+    )
+    measured = _series(content, "step")["measured"]
+    assert measured[0] is None and measured[1:] == pytest.approx([400.0] * 11, rel=1e-4)
+    modelled = _series(content, "step")["modelled"]
+    assert statistics.fmean(modelled[1:]) == pytest.approx(400.0, rel=2e-3)
+
+
+def test_two_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Oracle: the two pages of single runs."""
+    stock = recorded.write(
+        tmp_path / "stock", SIZE, held=recorded.arrays(SIZE, fssdp=False), transport=""
+    )
+    ours = recorded.write(tmp_path / "ours", SIZE, held=recorded.arrays(SIZE))
+    page = tmp_path / "both.html"
+    export = tmp_path / "both.json"
+    command = [str(stock), str(ours), "--out", str(page), "--export", str(export)]
+    assert report.main(command) == 0
+    said = capsys.readouterr().out.splitlines()
+    both = json.loads(export.read_text())
+    alone = [_content(folder) for folder in (stock, ours)]
+    first, second = both["compared"]["rows"]
+    assert first[0] == f"{stock} (stock)" and second[0] == f"{ours} (FSSDP)"
+    assert [row[1] for row in (first, second)] == [one["info"]["step"] for one in alone]
+    for head, *cells in zip(both["compared"]["heads"], first, second, strict=True):
+        (line,) = [line for line in said if line.lstrip().startswith(head)]
+        assert line.split()[-2:] == [str(cell) for cell in cells] or head == "run"
+    assert not any("megatron-hecate report STOCK_RUN" in line for line in said)
+    assert first[4] == pytest.approx(alone[0]["mean"]["lost"], abs=1e-6)
+    assert second[4] == pytest.approx(alone[1]["mean"]["left"], abs=1e-6)
+    for row, a, b in zip(
+        both["compared"]["layers"], *(one["layers"] for one in alone), strict=True
+    ):
+        assert row[1:4] == [a[2], b[2], a[7]] and row[4] == pytest.approx(b[7] - b[8], abs=2e-6)
+    with pytest.raises(SystemExit):
+        report.main([str(stock), str(ours), str(ours)])
+    assert "one or two folders, got 3" in capsys.readouterr().err
+
+
+def test_layers_as_csv(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
+    export = tmp_path / "layers.csv"
+    assert report.main([str(folder), "--export", str(export)]) == 0
+    with export.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = _content(folder)
+    for row, right in zip(rows, found["layers"], strict=True):
+        assert [float(value) for value in list(row.values())[1:-1]] == right[:-1]
+        assert row["decision"] == right[-1]
+    with pytest.raises(SystemExit):
+        report.main([str(folder), "--export", "layers.xlsx"])
+    assert "the name must end with .csv or .json" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
+    replace = files.replace
+
+    # Root may write everywhere.
+    def refuse(path: Path, content: str) -> None:
+        if path.parent == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        replace(path, content)
+
+    monkeypatch.setattr(files, "replace", refuse)
+    assert report.main([str(folder)]) == 2
+    assert "with --out FILE" in capsys.readouterr().err
+    assert report.main([str(folder), "--out", str(tmp_path / "page.html")]) == 0
