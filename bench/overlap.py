@@ -1,7 +1,7 @@
 """Measure the hidden share of FSSDP's transfers on 2 CPU ranks, by lifetime, from recorded spans.
 
     python bench/overlap.py
-    python bench/overlap.py --trace out/      also writes Chrome traces (for Perfetto) and a picture
+    python bench/overlap.py --picture FILE      also draws the last step of rank 0
 
 The models alternate in the same processes, so that noise of the machine affects all models equally.
 Shares are medians over steps, of the rank with the larger share. *Exposed* is the time for which a
@@ -12,7 +12,6 @@ rank waited for a transfer. The last column is the step time over the step time 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -22,6 +21,8 @@ from typing import Any
 
 from launch import again_on_ranks
 
+# What, layer, begin and end of a span, seconds.
+Span = tuple[str, str, float, float]
 # keys: columns; values: spans whose times the column adds
 SHARES = {
     "plan": ("plan",),
@@ -42,7 +43,7 @@ def measure(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     runs = _train(options)
-    seconds, shares = _time(runs, options)
+    seconds, shares, spans = _time(runs, options)
     own = {}
     for name in runs:
         own[name] = {
@@ -57,8 +58,8 @@ def measure(options: argparse.Namespace) -> None:
             f"\nMedians of {options.steps} steps of {options.accumulate} microbatches, in turn, "
             f"{len(ranks)} ranks, {options.layers} layers."
         )
-        if options.trace is not None:
-            draw(options.trace)
+        if options.picture is not None:
+            draw(spans, options.picture)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -92,11 +93,12 @@ def _train(options: argparse.Namespace) -> dict[str, Any]:
 
 def _time(
     runs: dict[str, Any], options: argparse.Namespace
-) -> tuple[dict[str, list[float]], dict[str, list[dict[str, float]]]]:
+) -> tuple[dict[str, list[float]], dict[str, list[dict[str, float]]], dict[str, list[Span]]]:
     """Time the steps of all models; the models alternate step by step.
 
     Returns:
-        By model and step: seconds, and each span's share of the step.
+        By model and step: seconds, and each span's share of the step; by model: the spans of this
+        rank in the last step.
     """
     import torch.distributed as dist
 
@@ -104,10 +106,10 @@ def _time(
 
     steps = options.steps
     warmup = options.warmup
-    folder = options.trace
     rank = dist.get_rank()
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     shares: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    spans: dict[str, list[Span]] = {}
     for step in range(warmup + steps):
         for name, run in runs.items():
             dist.barrier()
@@ -119,12 +121,10 @@ def _time(
             if step >= warmup:
                 seconds[name].append(took)
                 shares[name].append({span: s / took for span, s in recorder.seconds().items()})
-            # Stock Megatron has no transfers to draw.
-            if folder is not None and step == warmup + steps - 1 and name != "stock":
-                recorder.save(folder / f"{name}-rank{rank}.json", rank=rank)
+            spans[name] = recorder.spans
         if rank == 0:
             print(f"step {step + 1}/{warmup + steps}", file=sys.stderr, flush=True)
-    return seconds, shares
+    return seconds, shares, spans
 
 
 def _report(names, ranks, seconds, runs) -> None:  # noqa: ANN001
@@ -138,8 +138,8 @@ def _report(names, ranks, seconds, runs) -> None:  # noqa: ANN001
         )
 
 
-def draw(folder: Path) -> None:
-    """Draw the traces of rank 0 in ``overlap.png``, work above transfers."""
+def draw(spans: dict[str, list[Span]], path: Path) -> None:
+    """Draw the spans of a step by lifetime, work above transfers."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -158,17 +158,16 @@ def draw(folder: Path) -> None:
         "spAG wait": "tab:red",
         "spRS wait": "tab:red",
     }
+    rows = {"spAG": -1, "spRS": -2}
     figure, axes = plt.subplots(len(LIFETIMES), 1, figsize=(14, 2.2 * len(LIFETIMES)), sharex=True)
     for axis, name in zip(axes, LIFETIMES, strict=True):
-        spans = _read_spans(folder / f"{name}-rank0.json")
-        zero = min(begin for _, begin, _, _ in spans)
+        zero = min(begin for _, _, begin, _ in spans[name])
         # Waits last, so that no other span hides them.
-        for span, begin, duration, track in sorted(spans, key=lambda s: "wait" in s[0]):
-            kind = span.removeprefix("fssdp/").split(" layer")[0]
+        for kind, _, begin, end in sorted(spans[name], key=lambda span: "wait" in span[0]):
             if kind in colors:
-                left = (begin - zero) / 1e3
                 style = dict(color=colors[kind], height=0.8, alpha=0.8)
-                axis.barh(-track, duration / 1e3, left=left, **style)
+                row = rows.get(kind, 0)
+                axis.barh(row, 1e3 * (end - begin), left=1e3 * (begin - zero), **style)
         axis.set_yticks([0, -1, -2], ["work", "spAG", "spRS"])
         axis.set_title(f"lifetime {name}", fontsize=9)
     names = {color: kind for kind, color in colors.items()}
@@ -177,20 +176,8 @@ def draw(folder: Path) -> None:
     figure.legend(boxes, names.values(), fontsize=8, loc="upper center", ncol=len(names))
     axes[-1].set_xlabel("ms of one step, rank 0")
     figure.tight_layout(rect=(0, 0, 1, 0.95))
-    figure.savefig(folder / "overlap.png", dpi=120)
-    print(f"\nwrote {folder}/overlap.png")
-
-
-def _read_spans(path: Path) -> list[tuple[str, float, float, int]]:
-    """Read name, begin, duration (both us) and track of all spans of a Chrome trace."""
-    events = json.loads(path.read_text())["traceEvents"]
-    starts = {event["id"]: event["ts"] for event in events if event["ph"] == "b"}
-    spans = [(e["name"], e["ts"], e["dur"], 0) for e in events if e["ph"] == "X"]
-    for event in events:
-        if event["ph"] == "e":
-            begin = starts[event["id"]]
-            spans.append((event["name"], begin, event["ts"] - begin, event["tid"]))
-    return spans
+    figure.savefig(path, dpi=120)
+    print(f"\nwrote {path}")
 
 
 def main() -> int:
@@ -203,16 +190,10 @@ def main() -> int:
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
     parser.add_argument("--layers", type=int, default=4, help="layers of the model, all MoE")
     parser.add_argument("--transport", choices=("p2p", "nvlink"), default="p2p")
-    parser.add_argument(
-        "--trace", type=Path, metavar="FOLDER", help="write Chrome traces and overlap.png there"
-    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the last step of rank 0")
     arguments = parser.parse_args()
     if min(arguments.steps, arguments.accumulate, arguments.layers) < 1 or arguments.warmup < 0:
         parser.error("--steps, --accumulate and --layers must be 1 or more, --warmup 0 or more")
-    if arguments.trace is not None and arguments.trace.exists() and not arguments.trace.is_dir():
-        parser.error(f"--trace {arguments.trace} is not a folder")
-    if arguments.trace is not None:
-        arguments.trace.mkdir(parents=True, exist_ok=True)
     if "RANK" in os.environ:
         measure(arguments)
         return 0

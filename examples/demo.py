@@ -14,7 +14,7 @@ All jobs run ``megatron.training.pretrain`` on 2 processes (a CPU is enough), or
 GPUs, each alone or with several ranks (`run_on_shared_gpu`). The FSSDP run differs from the stock
 run by the launcher and a flag: ``-m megatron_hecate run --moe-fssdp``. Stock Megatron then loads
 its checkpoint. Tables are printed; plots, checkpoint and logs are written to ``--out``, and so are
-the page and the trace that ``megatron-hecate report`` makes from the FSSDP run's record.
+the page that ``megatron-hecate report`` makes from the FSSDP run's record.
 """
 
 from __future__ import annotations
@@ -337,7 +337,6 @@ def _train_all(place: Place, arguments: argparse.Namespace) -> tuple[list[Run], 
     if arguments.speeds is not None:
         switch_on += ["--moe-fssdp-speeds", str(arguments.speeds.resolve())]
     record = ["--moe-fssdp-record", str(out / "run")]
-    record += ["--moe-fssdp-trace", f"{steps // 2}-{steps // 2 + 1}"]
     ours = ([*common, *save], [*switch_on, *record])
     runs = train(place, {"stock": (common, None), "fssdp": ours})
     runs += train(place, {"stock-resumed": ([*common, *load], None)})

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import inspect
 import os
-import re
 import textwrap
 import types
 import typing
@@ -150,13 +149,6 @@ class HecateConfig:
         "model of copies. None uses the speeds of an H100 node, or of CPU cores without GPUs.",
         "the name of an existing file, or None",
     )
-    trace: str | None = _flag(
-        None,
-        "Iterations A-B, numbered as in Megatron's log, that every rank traces into the folder of "
-        "record (or fssdp-run). megatron-hecate report FOLDER merges the traces of all ranks into "
-        "one timeline.",
-        "A-B or A, from 1 on, or None; not with observe",
-    )
     rehome: int = _flag(
         0,
         "Iterations between two searches for better homes. Experts then move with their optimizer "
@@ -257,13 +249,6 @@ class HecateConfig:
                 yield f"record={value!r} is a file; name a folder"
 
     def _wrong_together(self) -> Iterator[str]:
-        try:
-            traced = self.traced
-        except ValueError as error:
-            yield str(error)
-            return
-        if traced and self.observe is True:
-            yield f"trace={self.trace!r} traces FSSDP, which observe=True leaves off"
         if self.slots == 0 and self.late_replicas and not self.observe:
             yield f"late_replicas={self.late_replicas} needs slots for them, got slots=0"
         if self.rehome and self.observe is True:
@@ -271,30 +256,10 @@ class HecateConfig:
 
     @property
     def folder(self) -> str | None:
-        """Folder of the record and of traces; ``None`` if there are neither."""
-        if self.record is None and (self.observe or self.trace is not None):
+        """Folder of the record; ``None`` if there is none."""
+        if self.record is None and self.observe:
             return OBSERVED
         return self.record
-
-    @property
-    def traced(self) -> tuple[int, int] | None:
-        """First and last iteration of ``trace``; ``None`` without one.
-
-        Raises:
-            ValueError: for a ``trace`` that names no iterations.
-        """
-        if self.trace is None:
-            return None
-        shown = self.trace if isinstance(self.trace, str) else repr(self.trace)
-        found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", shown)
-        if found is not None:
-            first = int(found[1])
-            last = int(found[2] or found[1])
-            if 1 <= first <= last:
-                return first, last
-        raise ValueError(
-            f"trace={self.trace!r} must name iterations, from 1 on, such as 10-12 or 10"
-        )
 
     @classmethod
     def add_arguments(cls, parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -389,7 +354,7 @@ def _options_of(field: str, hint: Any) -> dict[str, Any]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         # the type before ``| None``
         kind = typing.get_args(hint)[0]
-    name_of_text = {"record": "DIR", "trace": "A-B"}.get(field, "FILE")
+    name_of_text = "DIR" if field == "record" else "FILE"
     metavar = {str: name_of_text, float: "SECONDS"}.get(kind, "N")
     return {"type": kind, "metavar": metavar}
 

@@ -27,7 +27,6 @@ FLAGS = {
     "--moe-fssdp-rehome",
     "--moe-fssdp-speeds",
     "--moe-fssdp-nccl-ctas",
-    "--moe-fssdp-trace",
     "--moe-fssdp-timeout",
     "--moe-fssdp-observe",
     "--moe-fssdp-record",
@@ -154,15 +153,6 @@ def test_settings_cannot_be_changed() -> None:
         ),
         (dict(lifetime=True), ValueError, "lifetime=True is none of"),
         (dict(transport=["p2p"]), ValueError, r"transport=\['p2p'\] is none of auto, p2p, nvlink"),
-        (
-            dict(trace="0-3"),
-            ValueError,
-            "trace='0-3' must name iterations, from 1 on, such as 10-12 or 10",
-        ),
-        (dict(trace="7-3"), ValueError, "trace='7-3' must name iterations"),
-        (dict(trace="-3"), ValueError, "trace='-3' must name iterations"),
-        (dict(trace=True), ValueError, "trace=True must name iterations"),
-        (dict(trace=float("nan")), ValueError, "trace=nan must name iterations"),
         (
             dict(speeds="no/such.json"),
             ValueError,

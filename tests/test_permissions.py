@@ -25,7 +25,6 @@ compiler.chmod(0o700)
 os.environ["CXX"] = str(compiler)
 os.environ["MEGATRON_HECATE_CACHE"] = str(folder / "new" / "user" / "kernels")
 os.environ["NUMBA_CACHE_DIR"] = str(folder / "new" / "other" / "planner")
-from megatron_hecate import trace
 from megatron_hecate.device.compile import host_library
 from megatron_hecate.tools import report
 from megatron_hecate.plan import H100
@@ -39,17 +38,14 @@ writer = RunWriter(run, info, seconds=1e6)
 for iteration in (1, 2):
     writer.append(iteration, load=[[5, 1, 1, 1]])
 writer.close()
-with trace.SpanRecorder() as recorder, trace.span("plan", "layer 1"):
-    pass
-recorder.save(run / "trace-0.json", rank=0)
 assert report.main([str(run)]) == 0
 H100.save(folder / "speeds.json", origin="a test")
 host_library()
 compiled(lambda a: a + 1)(1)
 """
 WRITTEN = {
-    "runs", "runs/one", "runs/one/run-000.json", "runs/one/run-000.lock", "runs/one/loads-000-00000.npz", "runs/one/trace-0.json",
-    "runs/one/trace.json", "runs/one/report.html", "speeds.json",
+    "runs", "runs/one", "runs/one/run-000.json", "runs/one/run-000.lock", "runs/one/loads-000-00000.npz",
+    "runs/one/report.html", "speeds.json",
 }  # fmt: skip
 
 

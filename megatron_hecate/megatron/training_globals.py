@@ -52,11 +52,6 @@ def log_interval() -> int | None:
     return args.tensorboard_log_interval if logs else None
 
 
-def report_interval() -> int:
-    """Read the number of iterations between two lines of Megatron's log; 1 without arguments."""
-    return getattr(training_arguments(), "log_interval", None) or 1
-
-
 def logs_each_layer() -> bool:
     """Whether Megatron logs metrics per MoE layer."""
     return getattr(training_arguments(), "moe_per_layer_logging", False)

@@ -30,8 +30,7 @@ from megatron_hecate.faults.store_thread import StoreThread
 from megatron_hecate.faults.watchdog import here
 from megatron_hecate.megatron import training_globals
 from megatron_hecate.plan import LayerShape, Speeds
-from megatron_hecate.record import loggers, telemetry
-from megatron_hecate.record.metrics import summarize
+from megatron_hecate.record import loggers
 from megatron_hecate.record.rank_speed import SpeedHistory
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
@@ -84,9 +83,6 @@ class JobMetrics(StoreThread):
         self._prefix = f"megatron_hecate/metrics/{model}"
         self._layers = tuple(layers)
         self._logs = self._stages[-1:] == [self._rank]
-        # Iterations between two settings of gauges (`telemetry`), 0 for none, ``None`` if unknown.
-        # The logging rank decides: as a rule only this rank has a meter.
-        self._gauged: int | None = None
         # Messages sent by this rank, and messages read from each rank.
         self._sent = 0
         self._read = dict.fromkeys(self._stages, 0)
@@ -125,14 +121,10 @@ class JobMetrics(StoreThread):
             self._taken.append((iteration, values))
 
     def _is_wanted(self, iteration: float) -> bool:
-        """Return whether an iteration is logged, also if that is not known yet."""
+        """Return whether an iteration is logged."""
         if iteration in (0, math.inf):
             return True
         every = self.interval or training_globals.log_interval()
-        if not every:
-            if len(self._stages) == 1:
-                self._gauged = telemetry.interval()
-            every = 1 if self._gauged is None else self._gauged
         return bool(every) and iteration % every == 0
 
     def run(self) -> None:
@@ -141,8 +133,8 @@ class JobMetrics(StoreThread):
         while not over and not self._is_abandoned and not self._store_is_closed():
             self.stopping.wait(PAUSE)
             try:
-                while self._agree_on_gauges() and self._taken:
-                    over = self._send_wanted(*self._taken.popleft()) and not self._logs
+                while self._taken:
+                    over = self._send(*self._taken.popleft()) and not self._logs
                 if self._logs:
                     over = self._log_complete()
             # The store and the job end together.
@@ -157,24 +149,6 @@ class JobMetrics(StoreThread):
                 self._reported = True
             # No pause above once `stop` was called.
             time.sleep(0.01)
-
-    def _agree_on_gauges(self) -> bool:
-        """Write or read the interval of gauges once; return False while it is unknown."""
-        if len(self._stages) > 1 and self._gauged is None:
-            key = f"{self._prefix}/gauged"
-            if self._logs:
-                self._gauged = telemetry.interval()
-                self._store.set(key, str(self._gauged))
-            elif self._store.check([key]):
-                self._gauged = int(self._store.get(key))
-            else:
-                # A stage without layers sends its only message in any case.
-                return not self._layers
-        return True
-
-    def _send_wanted(self, iteration: float, values: Callable[[], Values]) -> bool:
-        """Send one message if its iteration is logged; return True if it is the last one."""
-        return self._is_wanted(iteration) and self._send(iteration, values)
 
     def _send(self, iteration: float, values: Callable[[], Values]) -> bool:
         """Send one message; return True if it is the last one."""
@@ -238,9 +212,6 @@ class JobMetrics(StoreThread):
                 values[name] = np.concatenate([message.metrics[name] for message in messages])
         iteration = int(messages[0].iteration)
         self.log(iteration, layers, values, ended=self.stopping.is_set())
-        if telemetry.interval():
-            each = training_globals.logs_each_layer()
-            telemetry.set_gauges(summarize(layers, values, per_layer=each), iteration)
 
 
 class StageRecorder:

@@ -23,7 +23,6 @@ from megatron_hecate.faults import watchdog
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron import assumptions, foreign_code, training_state
 from megatron_hecate.plan import H100, Speeds, World
-from megatron_hecate.record import tracing
 from megatron_hecate.record.observe import has_run, note_run, observe, read_speeds
 from megatron_hecate.record.recorder import JobMetrics
 from megatron_hecate.replicas import memory_estimate
@@ -115,8 +114,6 @@ def _convert(model: Model, config: HecateConfig) -> None:
     resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
     watchdog.watch(groups, timeout=config.timeout, events=config.record)
     folder = config.folder and Attempt.current().folder_of_model(config.folder)
-    # also on ranks without MoE layers, because tracing compares the clocks of all ranks
-    listeners = [*tracing.listeners(config, folder), follow_job_timeout]
     homes_group = _homes_group(groups, config) if config.rehome else None
     if parts:
         states: list[LayerState] = []
@@ -124,7 +121,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
             world = World(connection.nodes[part.ranks], speeds)
             transport = connection.transports[part.ranks]
             states.append(LayerState(part, index, resolved, world=world, transport=transport))
-        attach(model, states, listeners, homes_group, folder)
+        attach(model, states, [follow_job_timeout], homes_group, folder)
     else:
         JobMetrics(())
     note_run(model.chunks, observing=False)

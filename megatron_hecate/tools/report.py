@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_hecate import files, trace
+from megatron_hecate import files
 from megatron_hecate.tools.report_content import COLUMNS, Run, as_csv, content
 
 PAGE = Path(__file__).with_name("page")
@@ -69,14 +69,6 @@ def main(argv: Sequence[str]) -> int:
     lines: list[str] = []
     obstacles: list[str] = []
     try:
-        if (merged := trace.merge(folder)) is not None:
-            lines.append(f"The trace of all ranks is {merged}: open it in ui.perfetto.dev.")
-    # Loads are shown without it.
-    except OSError as error:
-        lines.append(f"The trace of all ranks is not written: {error}.")
-    except ValueError as error:
-        obstacles.append(f"no trace of all ranks: {error}")
-    try:
         runs = [Run.read(one, stages=flags.stages, show_progress=True) for one in flags.run_dirs]
         found = content(runs[-1], runs[0] if len(runs) > 1 else None)
         _write_page(found, out)
@@ -104,7 +96,7 @@ def _check_outputs(
     if len({path.absolute() for path in outputs}) < len(outputs):
         parser.error(f"--out and --export name the same file, {outputs[0]}")
     for path in outputs:
-        is_recorded = path.name.startswith(("run-", "loads-", "trace", "events-"))
+        is_recorded = path.name.startswith(("run-", "loads-", "events-"))
         if is_recorded and path.parent.resolve() in [folder.resolve() for folder in run_dirs]:
             parser.error(f"{path} has the name of a recorded file; name another one")
 

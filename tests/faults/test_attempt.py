@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_hecate import trace
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.faults import attempt as attempts
 from megatron_hecate.faults.attempt import Attempt
@@ -159,20 +158,3 @@ def test_counts_begin_anew_with_an_attempt() -> None:
     new_groups()
     assert Question.next(timeout=1.0).number == 1
     assert P2P(dist.group.WORLD, timeout=1.0).next_tag() == 1
-
-
-def test_a_trace_ends_with_its_attempt(tmp_path) -> None:
-    """Else the next one could not record: a process has one recorder."""
-    for number in range(2):
-        new_groups()
-        traced = trace.Iterations((1, 9), tmp_path / str(number), rank=0, shift=0.0)
-        Attempt.current().at_end(traced.close)
-        traced.begin(1)
-        assert trace.SpanRecorder.is_running()
-    new_groups()
-    Attempt.current()
-    assert not trace.SpanRecorder.is_running()
-    assert [(tmp_path / str(number) / "trace-0.json").exists() for number in range(2)] == [
-        True,
-        True,
-    ]

@@ -1,4 +1,4 @@
-"""Records, traces and speeds that were damaged: one line that names the file, and exit status 2.
+"""Records and speeds that were damaged: one line that names the file, and exit status 2.
 
 Oracle: the output of the undamaged record. A command either refuses a mutation, or its output is that of the original;
 nothing ends with a traceback, waits, or reads without end. Mutations are of a real record by the writer, of two stages
@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import recorded
 
-from megatron_hecate import files, trace
+from megatron_hecate import files
 from megatron_hecate.__main__ import main
 from megatron_hecate.plan import Speeds
 from megatron_hecate.record.run_folder import RunInfo, read
@@ -96,14 +96,12 @@ def _report(capsys: pytest.CaptureFixture, folder: Path) -> tuple[int, str, str]
     return status, page.read_text() if status == 0 else out, err
 
 
-def _assert_refused(
-    capsys: pytest.CaptureFixture, path: Path, *command: object, has_page: bool = False
-) -> None:
-    """Run a command that must end soon with one line about ``path``; loads are shown without traces."""
+def _assert_refused(capsys: pytest.CaptureFixture, path: Path, *command: object) -> None:
+    """Run a command that must end soon with one line about ``path``."""
     signal.alarm(30)
     status, out, err = _output(capsys, *command)
     signal.alarm(0)
-    assert status == 2 and ("The page is" in out if has_page else not out), (status, out)
+    assert status == 2 and not out, (status, out)
     assert len(err.splitlines()) == 1 and str(path) in err, err
 
 
@@ -316,7 +314,7 @@ def _special_files(path: Path) -> dict[str, Callable[[], object]]:
     }
 
 
-@pytest.mark.parametrize("name", ["run-001.json", "loads-001-00000.npz", "trace-0.json"])
+@pytest.mark.parametrize("name", ["run-001.json", "loads-001-00000.npz"])
 def test_only_regular_files_are_read(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -329,17 +327,12 @@ def test_only_regular_files_are_read(
         shutil.copytree(folder, damaged)
         (damaged / name).unlink(missing_ok=True)
         _special_files(damaged / name)[kind]()
-        other = (
-            [] if name.startswith("trace") else [["what-if", damaged], ["report", damaged, folder]]
-        )
-        for command in (["report", damaged], *other):
+        for command in (["report", damaged], ["what-if", damaged], ["report", damaged, folder]):
             # The page of the other folder stays away.
             (folder / "report.html").unlink(missing_ok=True)
-            is_trace = name.startswith("trace")
-            _assert_refused(capsys, damaged / name, *command, has_page=is_trace)
-        if not name.startswith("trace"):
-            with pytest.raises((ValueError, OSError), match=name):
-                RunWriter(damaged, _info_of(folder), stage=1)
+            _assert_refused(capsys, damaged / name, *command)
+        with pytest.raises((ValueError, OSError), match=name):
+            RunWriter(damaged, _info_of(folder), stage=1)
 
 
 def _info_of(folder: Path) -> RunInfo:
@@ -382,7 +375,6 @@ def test_files_of_a_user_in_the_folder(tmp_path: Path, capsys: pytest.CaptureFix
         "run-arguments.json",
         "loads-before.npz",
         "loads-000-00000 (1).npz",
-        "trace-gpu.json",
     ):
         (folder / name).write_text('[{"ph": "X"}]')
     assert main(["report", str(folder)]) == 0
@@ -445,25 +437,6 @@ def test_a_folder_that_cannot_be_read_is_named(
         _assert_refused(capsys, folder, command, folder)
     with pytest.raises(ValueError, match=r"run cannot be read \(PermissionError"):
         read(folder)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 100_000, "null", "[]", '{"traceEvents": [3]}', '{"traceEvents": [], "otherData": []}',
-        '{"traceEvents": [], "otherData": {"job": 3}}', '{"traceEvents": [{"ts": NaN}]}', '{"traceEvents": [{"ts": 1e999}]}',
-        '{"traceEvents": {}}', "{",
-    ],
-)  # fmt: skip
-def test_a_damaged_trace_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = _write(tmp_path / "run", fssdp=True)
-    (folder / "trace-0.json").write_text('{"traceEvents": []}')
-    (folder / "trace-1.json").write_text(text)
-    _assert_refused(capsys, folder / "trace-1.json", "report", folder, has_page=True)
-    with pytest.raises(
-        ValueError, match=r"trace-1\.json is no trace that FSSDP wrote .*; remove it"
-    ):
-        trace.merge(folder)
 
 
 def test_damaged_speeds_and_loads_are_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -89,24 +89,6 @@ def test_two_models_of_one_hook_are_both_recorded(mode: str, other: dict[str, An
 
 
 @ranks(2)
-def test_traces_of_two_models_one_after_another() -> None:
-    """Each traces its own second iteration, into ``fssdp-run`` where there is no record."""
-    import tiny_gpt
-    import torch.distributed as dist
-
-    root = Path(os.environ["TEST_FOLDER"])
-    os.chdir(root)
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    hook = tiny_gpt.fssdp_hook(trace="2")
-    runs = [tiny_gpt.train(case, steps=3, hook=hook) for _ in range(2)]
-    dist.barrier()
-    assert len(runs) == 2 and {str(path.relative_to(root)) for path in root.rglob("*.json")} == {
-        f"fssdp-run/{folder}trace-{rank}.json" for folder in ("", "model-2/") for rank in range(2)
-    }
-
-
-@ranks(2)
 def test_a_second_run_of_the_hook_counts_no_model() -> None:
     """Also where the model has a folder of its own, and after a model that was refused."""
     import tiny_gpt

@@ -3,7 +3,6 @@ without a word. Oracle: the loads as they were written, and the operating system
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_hecate import trace
 from megatron_hecate.record.run_folder import RunInfo, read
 from megatron_hecate.record.run_writer import RunWriter
 
@@ -196,55 +194,33 @@ import os, resource, signal, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 import test_shared_folders as t
-from megatron_hecate import trace
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, hard))
 folder = Path(sys.argv[2])
 writer = t.record(folder, range(1, 3))
 writer.flush()
-traced = trace.Iterations((1, 4), folder, rank=0, shift=0.0)
-for iteration in range(1, 6):
-    traced.begin(iteration)
 left = [path.name for path in folder.iterdir()]
 assert left in ([], ["run-000.lock"]), left
 resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 writer.append(3, load=t._loads(3, 0))
-traced.begin(4)
-traced.begin(5)
 writer.close()
 """
 
 
 def test_a_disk_that_is_full_from_the_start(tmp_path: Path) -> None:
-    """Iterations that are still in memory are written once there is room, and the next trace."""
+    """Iterations that are still in memory are written once there is room."""
     command = [sys.executable, "-c", FULL, str(Path(__file__).parent), str(tmp_path / "run")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 0, ran.stderr
-    of_record, of_trace = ran.stderr.splitlines()
+    (of_record,) = ran.stderr.splitlines()
     assert f"{tmp_path}/run cannot be written (OSError: [Errno 27]" in of_record
     assert (
         "training continues, iterations are missing in the record until there is room" in of_record
     )
-    assert "rank 0 cannot write its trace" in of_trace
-    assert f"iterations 1 to 4 are missing in {tmp_path}/run" in of_trace
     assert _held(tmp_path / "run") == [(1, 1), (2, 2), (3, 3)]
     files = sorted(path.name for path in (tmp_path / "run").iterdir())
-    assert files == ["loads-000-00000.npz", "run-000.json", "run-000.lock", "trace-0.json"]
-
-
-def test_an_earlier_trace_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for number in (1, 2):
-        for rank in (0, 1):
-            traced = trace.Iterations((1, 1), tmp_path, rank=rank, shift=0.0, job=f"{number}")
-            traced.begin(1)
-            traced.begin(2)
-    for number, folder in ((1, tmp_path / "earlier-1"), (2, tmp_path)):
-        for rank in (0, 1):
-            written = json.loads((folder / f"trace-{rank}.json").read_text())
-            assert written["otherData"]["job"] == f"{number}"
-    said = capsys.readouterr().err
-    assert said == f"FSSDP: the earlier traces in {tmp_path} are in {tmp_path}/earlier-1 now\n"
+    assert files == ["loads-000-00000.npz", "run-000.json", "run-000.lock"]
 
 
 def test_what_a_killed_job_left_behind_is_removed(tmp_path: Path) -> None:

@@ -37,8 +37,6 @@ WRONG = [
     ({"--moe-fssdp-slots": 1.5}, "1.5"),
     ({"--moe-fssdp-slots": 100_000}, "100000"),
     ({"--moe-fssdp-timeout": 0}, "timeout=0"),
-    ({"--moe-fssdp-trace": "5-2"}, "trace='5-2'"),
-    ({"--moe-fssdp-trace": "3-5", "--moe-fssdp-observe": True}, "trace='3-5'"),
     ({"--moe-fssdp-slots": 0, "--moe-fssdp-late-replicas": 1}, "late_replicas=1"),
     ({"--moe-fssdp-rehome": 10, "--moe-fssdp-observe": True}, "rehome=10"),
     ({"--moe-fssdp-speeds": "missing.json"}, "missing.json"),
@@ -50,8 +48,7 @@ RIGHT = [
     {},
     {"--moe-fssdp-slots": 6},
     {"--moe-fssdp-observe": True},
-    {"--moe-fssdp-trace": "3-5", "--moe-fssdp-record": "2026"},
-    {"--moe-fssdp-trace": "3"},
+    {"--moe-fssdp-record": "2026"},
     {"--moe-fssdp-lifetime": "auto", "--moe-fssdp-timeout": 0.5, "--moe-fssdp-overlap-degree": 2},
     {"--moe-fssdp-speeds": str(ROOT / "tests" / "data" / "free_copies.json")},
 ]

@@ -334,7 +334,6 @@ def test_messages_name_flags_that_exist() -> None:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 strange = set(_cited(node.value, own)) - {
                     "--nproc-per-node",
-                    "--otel-enabled",
                     "--no-python",
                 }
                 assert not strange, f"{path.name}:{node.lineno}: {strange}"

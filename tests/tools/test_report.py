@@ -9,8 +9,6 @@ import json
 import math
 import re
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import numpy as np
 import pytest
 import recorded
 
-from megatron_hecate import files, trace
+from megatron_hecate import files
 from megatron_hecate.__main__ import main
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.plan.replicas import problem_of
@@ -396,50 +394,6 @@ def test_no_record_and_no_place_for_the_page(tmp_path: Path, capsys: pytest.Capt
         "by the command line, too"
     )
     assert (tmp_path / "page.html").exists() and not (folder / "report.html").exists()
-
-
-def test_traces_of_ranks_are_put_together(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
-    for rank in (0, 1):
-        (folder / f"trace-{rank}.json").write_text(
-            json.dumps({"traceEvents": [{"ph": "X", "pid": rank}]})
-        )
-    assert report.main([str(folder)]) == 0
-    assert f"{folder / 'trace.json'}: open it in ui.perfetto.dev" in capsys.readouterr().out
-    assert [e["pid"] for e in json.loads((folder / "trace.json").read_text())["traceEvents"]] == [
-        0,
-        1,
-    ]
-
-
-def test_a_trace_that_found_no_room_leaves_those_of_other_ranks(tmp_path: Path) -> None:
-    """The operating system refuses the second half of a file, as a full disk does."""
-    code = f"""
-import resource, signal
-from megatron_hecate import trace
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (300, resource.RLIM_INFINITY))
-kept = trace.Iterations((1, 1), {str(tmp_path)!r}, rank=0, shift=0.0)
-kept.begin(1)
-kept.begin(2)
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
-    assert "rank 0 cannot write its trace" in ran.stderr
-    (tmp_path / "trace-1.json").write_text('{"traceEvents": [{"pid": 1}]}')
-    assert json.loads(trace.merge(tmp_path).read_text())["traceEvents"] == [{"pid": 1}]
-
-
-def test_a_trace_without_a_record_is_put_together(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """``--moe-fssdp-trace`` needs no ``--moe-fssdp-record``."""
-    (tmp_path / "trace-0.json").write_text('{"traceEvents": [{"pid": 0}]}')
-    assert report.main([str(tmp_path)]) == 2
-    said = capsys.readouterr()
-    assert "trace.json: open it" in said.out and "holds no record of a run" in said.err
-    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == [{"pid": 0}]
 
 
 def test_one_file_that_needs_nothing_and_escapes_names(tmp_path: Path) -> None:
