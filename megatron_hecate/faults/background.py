@@ -34,8 +34,14 @@ class BackgroundThread(threading.Thread):
         self.stopping = threading.Event()
         self._patience = patience
 
-    def interrupt(self) -> None:
-        """End a call that blocks the thread beyond its patience, where that is possible."""
+    def stop(self, patience: float | None = None) -> None:
+        """Signal the thread to stop and join it for up to ``patience`` seconds.
+
+        No effect in a forked process, which does not run the thread.
+        """
+        if self.is_alive():
+            self.stopping.set()
+            self.join(self._patience if patience is None else patience)
 
 
 @atexit.register
@@ -51,6 +57,3 @@ def _end_all() -> None:
         thread.stopping.set()
     for thread in alive:
         thread.join(max(0.0, begin + thread._patience - time.monotonic()))
-        if thread.is_alive():
-            thread.interrupt()
-            thread.join(0.1)

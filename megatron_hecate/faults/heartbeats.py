@@ -1,4 +1,4 @@
-"""Heartbeats of all ranks in the job's store, and the comparison of two snapshots (`watchdog`)."""
+"""Heartbeats of all ranks in the job's store, and the ranks behind by them (`watchdog`)."""
 
 from __future__ import annotations
 
@@ -25,62 +25,62 @@ class Heartbeat:
     """State of one rank at the time when it posted this heartbeat to the store.
 
     Args:
-        beat: sequence number.
+        posted: time of the heartbeat, seconds since 1970.
         steps: progress counter of the training thread (see `Position`).
         where: the training thread's position, as text.
         since: time at which the rank reached the position, seconds since 1970.
         host: host name.
         group: first rank of the rank's FSSDP group; -1 without MoE layers.
-        left: True in the last heartbeat of a process that has exited.
-        line: source line that the main thread executes, if the rank has made no progress since the
-            heartbeat before.
+        line: source line that the main thread executes, if the rank makes no progress.
+        transfers: transfers of experts in flight, if the rank makes no progress.
     """
 
-    beat: int
+    posted: float
     steps: int
     where: str
     since: float
     host: str
     group: int
-    left: bool = False
     line: str = ""
+    transfers: str = ""
 
-    def is_silent_since(self, previous: Heartbeat | None) -> bool:
-        """Return True if no heartbeat followed ``previous`` and the process has not exited."""
-        return previous is not None and previous.beat == self.beat and not self.left
+    def is_silent(self, now: float, silence: float) -> bool:
+        """Return True if the heartbeat is older than ``silence`` seconds."""
+        return now - self.posted > silence
+
+    def is_stalled(self, now: float, silence: float) -> bool:
+        """Return True if the rank has not moved for ``silence`` seconds. A slow rank moves."""
+        return now - self.since > silence
 
     def describe(self, *, silent: bool) -> str:
         """Format host, state and position for a line.
 
         Args:
-            silent: result of `is_silent_since`.
+            silent: result of `is_silent`.
         """
-        state = ""
-        if silent:
-            state = "stopped or unreachable; last heartbeat: "
-        elif self.left:
-            state = "has exited; "
+        state = "stopped, exited or unreachable; last heartbeat: " if silent else ""
         since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.since))
         return f"on {self.host} ({state}{self.where}, since {since})"
 
 
-Snapshot = Sequence[Heartbeat | None]  # by rank; None: no heartbeat yet
+# By rank; None: no heartbeat yet.
+Heartbeats = Sequence[Heartbeat | None]
 
 
-def read_heartbeats(store: dist.Store, size: int) -> list[Heartbeat | None]:
-    """Read the last heartbeats of ``size`` ranks, by rank."""
+def read_heartbeats(store: dist.Store, ranks: Sequence[int]) -> list[Heartbeat | None]:
+    """Read the last heartbeats of ``ranks``."""
     heartbeats: list[Heartbeat | None] = []
-    for first in range(0, size, BLOCK):
-        keys = [heartbeat_key(rank) for rank in range(first, min(first + BLOCK, size))]
+    for first in range(0, len(ranks), BLOCK):
+        keys = [heartbeat_key(rank) for rank in ranks[first : first + BLOCK]]
         # `multi_get` waits for missing keys, so they are left out. One check covers a whole block.
         if store.check(keys):
             present = keys
         else:
             present = [key for key in keys if store.check([key])]
-        found: dict[str, bytes] = {}
+        texts: dict[str, bytes] = {}
         if present:
-            found = dict(zip(present, store.multi_get(present), strict=True))
-        heartbeats += [Heartbeat(*json.loads(found[key])) if key in found else None for key in keys]
+            texts = dict(zip(present, store.multi_get(present), strict=True))
+        heartbeats += [Heartbeat(*json.loads(texts[key])) if key in texts else None for key in keys]
     return heartbeats
 
 
@@ -89,67 +89,55 @@ def heartbeat_key(rank: int) -> str:
     return f"{PREFIX}/at/{rank}"
 
 
-def name_ranks_behind(before: Snapshot, now: Snapshot) -> str:
-    """Compare two snapshots, taken more than `Reporter.interval` apart.
+def name_ranks_behind(heartbeats: Heartbeats, *, now: float, silence: float) -> str:
+    """Describe the ranks that others wait for.
 
     Args:
-        before: the earlier heartbeats, by rank.
-        now: the later heartbeats, by rank.
+        heartbeats: by rank.
+        now: time of the reading, seconds since 1970. Clocks of the hosts agree within ``silence``.
+        silence: age in seconds from which a heartbeat is silent and a position stalled.
 
     Returns:
         Text about the ranks that are behind their FSSDP groups or whose processes are stopped. If
         no rank is behind and none moves, as when pipeline stages wait for each other: the source
         lines that ranks execute. Empty if all ranks execute the same line.
     """
-    behind = _find_ranks_behind(before, now)
-    if behind:
-        named = ", ".join(f"rank {rank} {text}" for _, rank, text in behind[:NAMED])
-        more = ""
-        if len(behind) > NAMED:
-            more = f", and {len(behind) - NAMED} more"
-        return f"Behind: {named}{more}"
-    return _describe_lines(before, now)
-
-
-def list_ranks_behind(before: Snapshot, now: Snapshot) -> list[int]:
-    """Return the ranks behind, as in `name_ranks_behind`, the one that stopped first in front."""
-    return [rank for _, rank, _ in _find_ranks_behind(before, now)]
-
-
-def name_silent(before: Snapshot, now: Snapshot) -> str:
-    """Describe the ranks that posted no heartbeat between two snapshots; empty if there is none."""
-    silent: list[str] = []
-    for rank, (previous, heartbeat) in enumerate(zip(before, now, strict=True)):
-        if heartbeat is not None and heartbeat.is_silent_since(previous):
-            silent.append(f"rank {rank} {heartbeat.describe(silent=True)}")
-    return "; ".join(silent[:NAMED])
-
-
-def _find_ranks_behind(before: Snapshot, now: Snapshot) -> list[tuple[float, int, str]]:
-    """Return start of the stall, rank and description of the ranks behind, longest stall first."""
     furthest: dict[int, int] = {}
-    for heartbeat in now:
+    for heartbeat in heartbeats:
         if heartbeat is not None:
             steps = furthest.get(heartbeat.group, heartbeat.steps)
             furthest[heartbeat.group] = max(steps, heartbeat.steps)
     behind: list[tuple[float, int, str]] = []
-    for rank, (previous, heartbeat) in enumerate(zip(before, now, strict=True)):
+    for rank, heartbeat in enumerate(heartbeats):
         if heartbeat is None:
             behind.append((0.0, rank, "(no heartbeat received)"))
-        # A rank that moves is slow, not stalled.
-        elif previous is None or previous.steps == heartbeat.steps:
-            silent = heartbeat.is_silent_since(previous)
+        elif heartbeat.is_stalled(now, silence):
+            silent = heartbeat.is_silent(now, silence)
             if silent or heartbeat.steps < furthest[heartbeat.group]:
                 behind.append((heartbeat.since, rank, heartbeat.describe(silent=silent)))
+    if not behind:
+        return _describe_lines(heartbeats, now=now, silence=silence)
     # The rank that stopped first may be the cause of the other stalls.
-    return sorted(behind)
+    named = ", ".join(f"rank {rank} {text}" for _, rank, text in sorted(behind)[:NAMED])
+    more = f", and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
+    return f"Behind: {named}{more}"
 
 
-def _describe_lines(before: Snapshot, now: Snapshot) -> str:
+def name_silent(heartbeats: Heartbeats, *, now: float, silence: float) -> str:
+    """Describe the ranks without a heartbeat for ``silence`` seconds; empty if there is none."""
+    silent = [
+        f"rank {rank} {heartbeat.describe(silent=True)}"
+        for rank, heartbeat in enumerate(heartbeats)
+        if heartbeat is not None and heartbeat.is_silent(now, silence)
+    ]
+    return "; ".join(silent[:NAMED])
+
+
+def _describe_lines(heartbeats: Heartbeats, *, now: float, silence: float) -> str:
     """Name the source lines of stalled ranks; empty if a rank moves or all lines are equal."""
     lines: dict[str, list[int]] = {}
-    for rank, (previous, heartbeat) in enumerate(zip(before, now, strict=True)):
-        if previous and heartbeat and previous.steps != heartbeat.steps:
+    for rank, heartbeat in enumerate(heartbeats):
+        if heartbeat and not heartbeat.is_stalled(now, silence):
             return ""
         line = heartbeat.line if heartbeat else ""
         lines.setdefault(line, []).append(rank)

@@ -99,7 +99,7 @@ def describe() -> str:
         return ""
     now = time.monotonic()
     named = [f"{entry.describe()} (for {now - entry.started:.0f} s)" for entry in waiting[:NAMED]]
-    text = f"Under way on this rank: {'; '.join(named)}"
+    text = "; ".join(named)
     if len(waiting) > NAMED:
         text += f", and {len(waiting) - NAMED} more"
     return text

@@ -1,9 +1,15 @@
-"""Straggler watchdog: ranks post heartbeats to the store; a stalled rank reports who is behind.
+"""Straggler watchdog: ranks post heartbeats to the store; one line names the ranks behind.
 
 Where Megatron's own all-to-all waits for a rank, no wait of ours ends with an error. Therefore
 every rank posts its progress from a background thread, over a store connection of its own. After a
-long stall one of the waiting ranks compares two snapshots of all heartbeats; every waiting rank
-prints the result once, and continues to wait for as long as Megatron decides.
+long stall rank 0 reads all heartbeats and prints one line for the job; training continues to wait
+for as long as Megatron decides.
+
+| rank 0 | who prints |
+|---|---|
+| waits | rank 0 |
+| stopped, moves on, or has no MoE layers | the first rank of each group, or else its other ranks |
+| stopped, and serves the store | each rank: the store does not answer |
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ import json
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,28 +29,25 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_hecate.faults import under_way
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
-from megatron_hecate.faults.events import Stall
 from megatron_hecate.faults.heartbeats import (
-    PREFIX,
     Heartbeat,
-    Snapshot,
+    Heartbeats,
     heartbeat_key,
-    list_ranks_behind,
     name_ranks_behind,
     name_silent,
     read_heartbeats,
     running_line,
 )
 from megatron_hecate.faults.rendezvous import job_timeout
-from megatron_hecate.faults.store_thread import StoreThread
 
 # Seconds between two heartbeats of a rank, at least, unless a quarter of the timeout is shorter.
 SHORTEST_PAUSE: float = 3.0
 # Upper bound for all ranks together: a store serves some 14,500 operations a second.
 HEARTBEATS_PER_SECOND: float = 500.0
-SILENCE = (
+NO_ANSWER = (
     "The rendezvous store does not answer: rank 0, which hosts it unless torchrun does, is stopped"
 )
+T = TypeVar("T")
 
 
 @dataclasses.dataclass
@@ -60,14 +63,12 @@ class Position:
         iteration: number of the running iteration.
         place: the last place; a layer's name, as a rule.
         remark: returns text about ranks that were slow before a stall; empty if none was.
-        events: folder of the files of events (`events.Stall`); ``None`` to write none.
     """
 
     steps: int = 0
     iteration: int = 0
     place: str = ""
     remark: Callable[[], str] = str
-    events: str | None = None
     # The last autograd graph task for which the end of the backward was queued.
     _backward: int = -1
     # For each layer, the hook that records its backward.
@@ -128,8 +129,8 @@ class Position:
 here = Position()
 
 
-class Reporter(StoreThread):
-    """Thread that posts this rank's heartbeats, and prints the ranks behind after a stall.
+class Watchdog(BackgroundThread):
+    """Thread that posts this rank's heartbeats, and reports a stall.
 
     Args:
         store: clone of the job's store that no other thread uses.
@@ -142,7 +143,7 @@ class Reporter(StoreThread):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Any,
         rank: int,
         size: int,
         *,
@@ -150,38 +151,38 @@ class Reporter(StoreThread):
         timeout: Callable[[], float],
         is_over: Callable[[], bool],
     ) -> None:
-        super().__init__("progress", store)
+        super().__init__("progress")
+        self._store = store
         self._rank = rank
         self._size = size
         self._group = group
-        self._timeout_now = timeout
+        self._timeout = timeout
         self.is_over = is_over
-        self.interval = max(size / HEARTBEATS_PER_SECOND, min(SHORTEST_PAUSE, self._timeout / 4))
-        self._beat = 0
+        self.interval = max(size / HEARTBEATS_PER_SECOND, min(SHORTEST_PAUSE, timeout() / 4))
         self._host = socket.gethostname()
-        self._steps = -1
-        self._reset()
+        # Position and start of the present stall, whether its line is printed, and the seconds
+        # since the last report or look at the other ranks.
+        self._steps = here.steps
+        self._since = time.time()
+        self._is_reported = False
+        self._stalled = 0.0
 
     @property
-    def _timeout(self) -> float:
-        return self._timeout_now()
+    def silence(self) -> float:
+        """Seconds without a heartbeat, or at one position, from which a rank counts as stalled."""
+        return self._timeout() / 2
 
     def run(self) -> None:
         # The store and the job end together.
         with contextlib.suppress(RuntimeError, OSError):
-            self._publish()
-            last = time.monotonic()
-            while (
-                not self.stopping.wait(self.interval)
-                and not self.is_over()
-                and not self._store_is_closed()
-            ):
-                self._publish()
-                now = time.monotonic()
-                self._check_progress(now - last)
-                last = now
-            if not self._store_is_closed():
-                self._publish(left=True)
+            passed = 0.0
+            while not self.is_over():
+                self._check_progress(passed)
+                self._post()
+                begin = time.monotonic()
+                if self.stopping.wait(self.interval):
+                    return
+                passed = time.monotonic() - begin
 
     def _check_progress(self, passed: float) -> None:
         """Measure the stall of the training thread, and report a long one.
@@ -190,204 +191,146 @@ class Reporter(StoreThread):
             passed: seconds since the last call.
         """
         if here.steps != self._steps:
-            self._reset()
-            return
-        if not self._steps or self._reported:
+            self._steps = here.steps
+            self._since = time.time()
+            self._is_reported = False
+            self._stalled = 0.0
             return
         # A longer pause means that this whole process was stopped, which is no stall of training.
         self._stalled += min(passed, 2 * self.interval)
-        if self._stalled < self._timeout / 2:
-            return
+        if self._steps and not self._is_reported and self._stalled >= self._timeout():
+            self._stalled = 0.0
+            self._report()
 
-        def print_silence() -> None:
-            if not silence.stopping.wait(self.interval + self._timeout / 2):
-                self._print_stall(SILENCE)
+    def _post(self) -> None:
+        """Post a heartbeat."""
+        # Read once: the training thread may move on meanwhile.
+        steps = here.steps
+        now = time.time()
+        heartbeat = Heartbeat(now, steps, str(here), now, self._host, self._group)
+        if steps == self._steps:
+            is_stalled = now - self._since > self.silence
+            heartbeat = dataclasses.replace(
+                heartbeat,
+                since=self._since,
+                line=running_line(),
+                transfers=under_way.describe() if is_stalled else "",
+            )
+        self._store.set(heartbeat_key(self._rank), json.dumps(dataclasses.astuple(heartbeat)))
 
-        # A store whose host is stopped blocks this thread, so another one prints the line instead.
-        silence = BackgroundThread("silence", print_silence)
-        silence.start()
-        try:
-            self._find_ranks_behind()
-        finally:
-            silence.stopping.set()
-
-    def _reset(self) -> None:
-        """Start to measure a stall from zero."""
-        if here.steps != self._steps:
-            self._steps = here.steps
-            self._since = time.time()
-            # True once the line about this stall is printed.
-            self._reported = False
-        # Seconds without progress.
-        self._stalled = 0.0
-        # Number of the last comparison in the store at half of the timeout.
-        self._compared: int | None = None
-        # Attempts to become the rank that compares.
-        self._attempt = 0
-        # Length of the stall at the first snapshot, and the snapshot.
-        self._first_snapshot: tuple[float, list[Heartbeat | None]] | None = None
-
-    def _find_ranks_behind(self) -> None:
-        """Compare all heartbeats, or wait for the rank that does, and print the result."""
-        if self._compared is None:
-            self._compared = self._read_comparison()[0]
-        self._claim_comparison(self._compared)
-        if self._stalled < self._timeout:
-            return
-        first = self._first_snapshot
-        if first is not None and self._stalled - first[0] > 2 * self.interval:
-            now = read_heartbeats(self._store, self._size)
-            text = name_ranks_behind(first[1], now)
-            ranks = list_ranks_behind(first[1], now)
-            self._first_snapshot = None
-            self._store.set(f"{PREFIX}/behind", json.dumps([self._compared + 1, text, ranks]))
-        number, text, ranks = self._read_comparison()
-        if number > self._compared:
+    def _report(self) -> None:
+        """Print one line about the present stall, unless rank 0 or the group's first rank does."""
+        heartbeats = self.ask(self._read_unless_reported)
+        if heartbeats is None:
+            self._print(NO_ANSWER)
+        elif heartbeats:
+            text = name_ranks_behind(heartbeats, now=time.time(), silence=self.silence)
+            waiting = [
+                f"Under way on rank {rank}: {heartbeat.transfers}"
+                for rank, heartbeat in enumerate(heartbeats)
+                if heartbeat and heartbeat.transfers
+            ]
+            # Without a text all ranks are at the same place and line, as in a long evaluation.
             if text:
-                self._print_stall(text, ranks)
-            else:
-                # All ranks are at the same place and line, as in a long evaluation.
-                self._reset()
+                self._print(". ".join([text, *waiting[:1]]))
 
-    def _claim_comparison(self, compared: int) -> None:
-        """Take the first snapshot if no other rank has claimed the comparison.
+    def _read_unless_reported(self, store: dist.Store) -> list[Heartbeat | None]:
+        """Read the heartbeats of all ranks; none if another rank reports the stall."""
+        now = time.time()
+        reporters = [rank for rank in (0, self._group) if 0 <= rank < self._rank]
+        for reporter in read_heartbeats(store, reporters):
+            if (
+                reporter is not None
+                and reporter.steps
+                and reporter.is_stalled(now, self.silence)
+                and not reporter.is_silent(now, self.silence)
+            ):
+                return []
+        return read_heartbeats(store, range(self._size))
 
-        Args:
-            compared: number of the last comparison.
-        """
-        # One attempt per timeout, since the rank with the earlier claim may be gone.
-        attempt = int(self._stalled / self._timeout + 0.5)
-        if attempt > self._attempt:
-            self._attempt = attempt
-            if self._store.add(f"{PREFIX}/look/{compared + 1}/{attempt}", 1) == 1:
-                self._first_snapshot = (self._stalled, read_heartbeats(self._store, self._size))
-
-    def _print_stall(self, text: str, ranks: Sequence[int] = ()) -> None:
+    def _print(self, text: str) -> None:
         """Print one line about the present stall, unless training has moved on.
 
         Args:
             text: the ranks behind, or the store's failure.
-            ranks: the ranks behind.
         """
-        if here.steps == self._steps and not self._reported:
-            self._reported = True
-            seconds = time.time() - self._since
-            line = f"FSSDP: rank {self._rank} made no progress for {seconds:.0f} s: {here}. {text}"
-            transfers = under_way.describe()
-            if transfers:
-                line += f". {transfers}"
-            slow = ""
-            # A failure there must not hide the line.
-            with contextlib.suppress(Exception):
-                if slow := here.remark():
-                    line += f". Before: {slow}"
-            print(line, flush=True)
-            stall = Stall(
-                host=self._host,
-                rank=self._rank,
-                iteration=here.iteration,
-                place=here.place,
-                seconds=round(seconds, 1),
-                cause="store" if text == SILENCE else "ranks",
-                ranks_behind=list(ranks),
-                transfers=transfers,
-                slow=slow,
-                message=line,
-            )
-            stall.append_to(here.events)
+        if here.steps != self._steps:
+            return
+        self._is_reported = True
+        seconds = time.time() - self._since
+        line = f"FSSDP: rank {self._rank} made no progress for {seconds:.0f} s: {here}. {text}"
+        # A failure there must not hide the line.
+        with contextlib.suppress(Exception):
+            if slow := here.remark():
+                line += f". Before: {slow}"
+        print(line, flush=True)
 
-    def _publish(self, *, left: bool = False) -> None:
-        """Post a heartbeat.
+    def ask(self, function: Callable[[dist.Store], T]) -> T | None:
+        """Call ``function`` with a new connection to the store; return ``None`` if it is stuck."""
+        answers: list[T] = []
 
-        Args:
-            left: True in the last one of this process.
-        """
-        self._beat += 1
-        # Read once: the training thread may move on meanwhile.
-        steps = here.steps
-        where = str(here)
-        since = time.time()
-        line = ""
-        if steps == self._steps:
-            since = self._since
-            line = running_line()
-        heartbeat = Heartbeat(
-            self._beat, steps, where, round(since, 1), self._host, self._group, left, line
+        def ask() -> None:
+            # The store fails if the rank that hosts it has exited.
+            with contextlib.suppress(RuntimeError, OSError):
+                answers.append(function(self._store.clone()))
+
+        # A store whose host is stopped blocks for minutes, so a thread of its own asks it.
+        question = BackgroundThread("ranks", ask)
+        question.start()
+        question.join(self.interval + self._timeout() / 2)
+        return answers[0] if answers else None
+
+    def describe(self, text: Callable[..., str], silence: float) -> str:
+        """Return ``text`` of the heartbeats of all ranks, or text about the store's failure."""
+        heartbeats: Heartbeats | None = self.ask(
+            lambda store: read_heartbeats(store, range(self._size))
         )
-        self._store.set(heartbeat_key(self._rank), json.dumps(dataclasses.astuple(heartbeat)))
-
-    def _read_comparison(self) -> tuple[int, str, list[int]]:
-        """Return number, text and ranks of the last comparison; 0 before the first."""
-        key = f"{PREFIX}/behind"
-        if not self._store.check([key]):
-            return 0, "", []
-        return tuple(json.loads(self._store.get(key)))
+        if heartbeats is None:
+            return "the rendezvous store does not answer"
+        return text(heartbeats, now=time.time(), silence=silence)
 
 
 def name_silent_ranks() -> str:
     """Name the ranks whose processes post no heartbeats any more. Takes seconds."""
-    return _compare_heartbeats(name_silent) or "all ranks still live"
+    if _running is None:
+        return ""
+    # A rank that died just now has posted its last heartbeat at most one interval ago.
+    time.sleep(2.5 * _running.interval)
+    return _running.describe(name_silent, 2 * _running.interval) or "all ranks still live"
 
 
 def name_stragglers() -> str:
-    """Name the ranks behind after a wait that timed out; may be empty. Takes seconds."""
-    return _compare_heartbeats(name_ranks_behind)
+    """Name the ranks behind after a wait that timed out; may be empty."""
+    if _running is None:
+        return ""
+    return _running.describe(name_ranks_behind, _running.silence)
 
 
-def _compare_heartbeats(compare: Callable[[Snapshot, Snapshot], str]) -> str:
-    """Return the result of ``compare`` for two snapshots, or text about the store's failure."""
-    pause = 2.5 * (SHORTEST_PAUSE if _running is None else _running.interval)
-    found: list[str] = []
-    # A store whose host is gone blocks for minutes, so a thread queries it.
-    query = BackgroundThread("ranks", lambda: found.append(_take_two_snapshots(pause, compare)))
-    query.start()
-    query.join(3 * pause)
-    return found[0] if found else "the rendezvous store does not answer"
+_running: Watchdog | None = None
 
 
-def _take_two_snapshots(pause: float, compare: Callable[[Snapshot, Snapshot], str]) -> str:
-    """Take two snapshots ``pause`` seconds apart; return the result of ``compare``."""
-    # The store fails if the rank that hosts it has exited.
-    with contextlib.suppress(RuntimeError, OSError):
-        store = _clone_of_store()
-        before = read_heartbeats(store, dist.get_world_size())
-        time.sleep(pause)
-        return compare(before, read_heartbeats(store, len(before)))
-    return "the rendezvous store has gone"
-
-
-def _clone_of_store() -> dist.Store:
-    """Return the job's store with a connection of its own."""
-    store: Any = _get_default_store()
-    return store.clone()
-
-
-_running: Reporter | None = None
-
-
-def watch(groups: Sequence[Sequence[int]], *, timeout: float, events: str | None = None) -> None:
+def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     """Start this process's watchdog thread, if it does not run. All ranks call it, once per model.
 
-    The thread runs until the process exits or the job's process group is destroyed. A rank without
-    progress prints the ranks behind after ``timeout`` seconds, or after half of the job's timeout
-    if that is earlier: after the whole of it torch's watchdog terminates the process.
+    The thread runs until the process exits or the job's process group is destroyed. A stall is
+    reported after ``timeout`` seconds, or after half of the job's timeout if that is earlier: after
+    the whole of it torch's watchdog terminates the process.
 
     Args:
         groups: groups of ranks that compute this rank's layers together.
         timeout: seconds.
-        events: folder to which stalls are also written, as JSON (`events.Stall`), if any.
     """
     global _running
-    here.events = events or here.events
     attempt = Attempt.current()
     if _running is not None:
         if _running.is_alive() and not _running.is_over():
             return
-        _running.abandon()
-    vars(here).update(vars(Position(remark=here.remark, events=events)))
+        _running.stop()
+    vars(here).update(vars(Position(remark=here.remark)))
     under_way.forget()
-    _running = Reporter(
-        _clone_of_store(),
+    store: Any = _get_default_store()
+    _running = Watchdog(
+        store.clone(),
         dist.get_rank(),
         dist.get_world_size(),
         group=groups[0][0] if groups else -1,
@@ -395,4 +338,4 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float, events: str | None
         is_over=lambda: attempt.is_over,
     )
     _running.start()
-    attempt.at_end(_running.abandon)
+    attempt.at_end(_running.stop)

@@ -90,7 +90,7 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
         else:
             JobMetrics(())
         watched = [_ranks_in_step(layers[0])] if layers else []
-        watchdog.watch(watched, timeout=config.timeout, events=config.folder)
+        watchdog.watch(watched, timeout=config.timeout)
         note_run(chunks, observing=True)
     note = Note(layers=names, summary=refused, problems=problems)
     _, refusals = note.agree(timeout=config.timeout)

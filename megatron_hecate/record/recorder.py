@@ -19,14 +19,14 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.faults.attempt import Attempt
-from megatron_hecate.faults.store_thread import StoreThread
+from megatron_hecate.faults.background import BackgroundThread
 from megatron_hecate.faults.watchdog import here
 from megatron_hecate.megatron import training_globals
 from megatron_hecate.plan import LayerShape, Speeds
@@ -57,7 +57,7 @@ class _Message(NamedTuple):
     metrics: dict[str, list[float]]
 
 
-class JobMetrics(StoreThread):
+class JobMetrics(BackgroundThread):
     """Thread that sends a stage's metrics to the job's last rank, and logs all stages' there.
 
     An iteration is logged once every stage has sent its metrics. Every rank creates one
@@ -72,8 +72,13 @@ class JobMetrics(StoreThread):
     def __init__(self, layers: Sequence[str]) -> None:
         self._rank = dist.get_rank()
         self._stages = training_globals.logging_pipeline()
-        store = _get_default_store()
-        super().__init__("metrics", store.clone() if self._stages else store, patience=PATIENCE)
+        super().__init__("metrics", patience=PATIENCE)
+        self._store: Any = _get_default_store()
+        # A connection of its own: a wait of training blocks the job's.
+        if self._stages:
+            self._store = self._store.clone()
+        # True once pending iterations must be dropped.
+        self._is_abandoned = False
         # Iterations between two logged ones, where Megatron's arguments have none (`bridge`).
         self.interval: int | None = None
         self.log: Callable[..., None] = loggers.log_step
@@ -105,7 +110,8 @@ class JobMetrics(StoreThread):
 
         Pending iterations are dropped: their functions would keep the attempt's model alive.
         """
-        super().abandon()
+        self._is_abandoned = True
+        self.stop(1.0)
         self._taken.clear()
         if JobMetrics.newest is self:
             JobMetrics.newest = None
@@ -130,7 +136,7 @@ class JobMetrics(StoreThread):
     def run(self) -> None:
         # True once this rank has sent its last message; on the logging rank, once all ranks have.
         over = False
-        while not over and not self._is_abandoned and not self._store_is_closed():
+        while not over and not self._is_abandoned:
             self.stopping.wait(PAUSE)
             try:
                 while self._taken:

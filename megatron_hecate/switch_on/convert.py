@@ -112,7 +112,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
     judge = functools.partial(_validate_job, config, connection)
     lifetime, notes = note.agree(timeout=config.timeout, judge=judge)
     resolved = dataclasses.replace(config, lifetime=lifetime, transport=connection.name)
-    watchdog.watch(groups, timeout=config.timeout, events=config.record)
+    watchdog.watch(groups, timeout=config.timeout)
     folder = config.folder and Attempt.current().folder_of_model(config.folder)
     homes_group = _homes_group(groups, config) if config.rehome else None
     if parts:

@@ -96,7 +96,7 @@ def _check_outputs(
     if len({path.absolute() for path in outputs}) < len(outputs):
         parser.error(f"--out and --export name the same file, {outputs[0]}")
     for path in outputs:
-        is_recorded = path.name.startswith(("run-", "loads-", "events-"))
+        is_recorded = path.name.startswith(("run-", "loads-"))
         if is_recorded and path.parent.resolve() in [folder.resolve() for folder in run_dirs]:
             parser.error(f"{path} has the name of a recorded file; name another one")
 

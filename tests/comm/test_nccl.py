@@ -137,7 +137,7 @@ def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
         assert plan.sends == ((1, 1),) and not plan.receives
         size = 2 * sum(tensor.numel() for tensor in Reference(0, torch.bfloat16).drawn(0, 0, 1))
         expected = f"layer 1: spAG, rank 0 of 2 expected to send to rank 1 ({size} bytes)"
-        assert f"Under way on this rank: {expected} (for " in line, line
+        assert f"Under way on rank 0: {expected} (for " in line, line
         assert end == "killed"
         return
     os.dup2(os.open(out, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 1)
@@ -164,4 +164,4 @@ def test_works_of_an_abandoned_attempt_are_not_told() -> None:
     under_way.note([_NeverEnds()], lambda: "layer 1: spAG")
     watchdog.watch([[0]], timeout=600.0)
     under_way.note([_NeverEnds()], lambda: "layer 2: spRS")
-    assert under_way.describe() == "Under way on this rank: layer 2: spRS (for 0 s)"
+    assert under_way.describe() == "layer 2: spRS (for 0 s)"

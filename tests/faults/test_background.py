@@ -80,32 +80,6 @@ def test_a_thread_without_end_delays_the_exit_by_its_patience() -> None:
     assert time.monotonic() - began < began - plain + 3
 
 
-def test_a_thread_that_waits_for_its_store_ends() -> None:
-    """The store's host keeps the connection and does not answer. Oracle: exit status 0 within seconds."""
-    code = """
-import sys, time
-import torch.distributed as dist
-from megatron_hecate.faults.store_thread import StoreThread
-
-class Waiting(StoreThread):
-    def run(self):
-        try:
-            self._store.get("never")
-        except Exception as error:
-            print("ended")
-
-server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-store = dist.TCPStore("127.0.0.1", server.port, None, False, wait_for_workers=False)
-thread = Waiting("waiting", store)
-thread.start()
-time.sleep(0.5)
-"""
-    began = time.monotonic()
-    done = _run(code)
-    assert done.returncode == 0 and "ended" in done.stdout, done
-    assert time.monotonic() - began < 30
-
-
 @pytest.mark.fast
 def test_all_threads_of_the_package_are_background_threads() -> None:
     """A daemon thread of CPython's own may abort the process at its exit, see above."""

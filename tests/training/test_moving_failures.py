@@ -43,7 +43,7 @@ def test_a_rank_that_dies_is_named_and_homes_stay() -> None:
         Relocation.exchange = lambda _: os.kill(os.getpid(), signal.SIGKILL)
     begin = time.monotonic()
     expected = r"(?s)homes of layer 1: moving experts failed on rank \d of 3"
-    expected += r".*Of all ranks: rank 1 on \S+ \(stopped or unreachable"
+    expected += r".*Of all ranks: rank 1 on \S+ \(stopped, exited or unreachable"
     with pytest.raises(TransferError, match=expected) as failed:
         run.step(3)
     assert "; rank" not in str(failed.value).split("Of all ranks: ")[1]
