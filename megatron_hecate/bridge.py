@@ -8,15 +8,15 @@
 The overrides ``+model.moe_fssdp=true +model.moe_fssdp_slots=2`` also work once this module is
 imported, or if our launcher runs the script: Bridge's models get attributes of the same names.
 The settings of a recipe become final in one function of Bridge's ``pretrain``. This module wraps
-that function, because only after it the settings of the job are known.
+that function to check them all before the job starts; `entry` converts the model where DDP wraps
+it.
 """
 
 from __future__ import annotations
 
-import argparse
-import functools
 import re
 import sys
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -27,23 +27,23 @@ from megatron.bridge.models.model_provider import ModelProviderMixin
 from megatron.bridge.training import callbacks, pretrain
 from torch.nn import Module
 
-from megatron_hecate import HecateConfig, fssdp
-from megatron_hecate import enable as launcher
-from megatron_hecate.comm.agreement import SwitchOnError, refuse
-from megatron_hecate.config import fssdp_arguments
+from megatron_hecate.comm.agreement import refuse
+from megatron_hecate.config import HecateConfig, fssdp_arguments
+from megatron_hecate.enable import wrap
 from megatron_hecate.homes.converters import restore_homes_before_libraries
 from megatron_hecate.megatron import assumptions
 from megatron_hecate.record.loggers import log_scalars
 from megatron_hecate.record.metrics import summarize
 from megatron_hecate.record.recorder import PATIENCE, JobMetrics, StageRecorder
-from megatron_hecate.switch_on import entry, unsupported
+from megatron_hecate.switch_on import unsupported
+from megatron_hecate.switch_on.request import REQUEST, settings_of
 
 VERSION = f"Megatron-Bridge {package_info.__version__}"
 # of Bridge itself in 0.4; later Megatron's, from which Bridge's is derived
 ModelConfig = common.ModelConfig.__mro__[-2]
 NAMES = HecateConfig().as_arguments()
 # an override of ours on a command line
-OVERRIDE = re.compile(r"\+*(?P<at>[\w.]*)\b(?P<name>moe_fssdp\w*)=")
+OVERRIDE = re.compile(r"\+*(?P<part>[\w.]*)\b(?P<name>moe_fssdp\w*)=")
 
 
 def enable(config: Any, **settings: Any) -> None:
@@ -67,12 +67,11 @@ def enable(config: Any, **settings: Any) -> None:
         )
     asked = HecateConfig(**settings).as_arguments()
     _ask(config, asked)
-    _register(config)
-    # NeMo-RL passes hooks of its own to Bridge's `get_model` and never calls ``pretrain``: then
-    # `entry` reads the settings from here when DDP wraps the model, or refuses the first step.
-    for name, value in asked.items():
-        vars(config.model).setdefault(name, value)
-    entry.expect(config.model)
+    # A framework may never call ``pretrain``, as NeMo-RL: then `entry` reads the settings from
+    # here when DDP wraps the model, or refuses the first step.
+    for model in _models(config):
+        vars(model).update({**asked, **fssdp_arguments(model)})
+    REQUEST.models.append(weakref.ref(config.model))
 
 
 class Metrics(callbacks.Callback):
@@ -136,50 +135,20 @@ def _recorder(chunks: list[Module]) -> StageRecorder | None:
     return None
 
 
-def _hook(config: Any, chunks: list[Module]) -> list[Module]:
-    """Convert the model of a recipe when it is built, even if a script bypasses ``pretrain``."""
-    settings = _settings(config)
-    # an override may have switched FSSDP off since
-    if settings is None:
-        return chunks
-    _check(config, settings)
-    return fssdp(settings)(chunks)
-
-
 def _ask(config: Any, asked: dict[str, Any]) -> None:
     """Store settings, by argparse's names, in the recipe; refuse a change of earlier ones."""
-    held = vars(config).setdefault("_moe_fssdp", {})
-    changed = [name for name in asked if held.get(name, asked[name]) != asked[name]]
+    earlier = vars(config).setdefault("_moe_fssdp", {})
+    changed = [name for name in asked if earlier.get(name, asked[name]) != asked[name]]
     if changed:
-        before = ", ".join(f"{name}={held[name]!r}" for name in changed)
-        now = ", ".join(f"{name}={asked[name]!r}" for name in changed)
-        raise SwitchOnError(
-            [f"FSSDP was asked for with {before} before, now with {now}; set it in one place"]
-        )
-    held.update(asked)
+        old = ", ".join(f"{name}={earlier[name]!r}" for name in changed)
+        new = ", ".join(f"{name}={asked[name]!r}" for name in changed)
+        refuse([f"FSSDP was asked for with {old} before, now with {new}; set it in one place"])
+    earlier.update(asked)
 
 
-def _settings(config: Any) -> HecateConfig | None:
-    """Return the settings that a recipe and its overrides ask for, or ``None`` without FSSDP."""
-    asked = {**vars(config).get("_moe_fssdp", {}), **fssdp_arguments(config.model)}
-    try:
-        return HecateConfig.from_arguments(argparse.Namespace(**asked))
-    except ValueError as error:
-        raise SwitchOnError([str(error)]) from None
-
-
-def _register(config: Any) -> None:
-    """Register the hook once in a recipe's model configuration, of either kind."""
-    model = config.model
-    if isinstance(model, ModelConfig):
-        # overrides of Bridge empty this list, so the hook is registered again afterwards
-        hooks = model.pre_wrap_hooks
-        register = model.pre_wrap_hooks.append
-    else:
-        hooks = getattr(model, "_pre_wrap_hooks", ())
-        register = model.register_pre_wrap_hook
-    if not any(getattr(hook, "func", None) is _hook for hook in hooks):
-        register(functools.partial(_hook, config))
+def _models(config: Any) -> tuple[Any, Any]:
+    """Return the model of a recipe, and its ``TransformerConfig``, which may be the same object."""
+    return config.model, getattr(config.model, "transformer", config.model)
 
 
 def _check(config: Any, settings: HecateConfig) -> None:
@@ -188,8 +157,7 @@ def _check(config: Any, settings: HecateConfig) -> None:
     if settings.observe:
         return
     parts = (
-        config.model,
-        getattr(config.model, "transformer", None),
+        *_models(config),
         config.ddp,
         config.dist,
         config.checkpoint,
@@ -213,14 +181,13 @@ def _check(config: Any, settings: HecateConfig) -> None:
 def _with_fssdp(runtime_config_update: Callable) -> Callable:
     def update(cfg: Any) -> None:
         runtime_config_update(cfg)
-        _ask(cfg, launcher.launched)
+        _ask(cfg, REQUEST.launched)
         _find_lost_overrides(cfg.model)
-        if (settings := _settings(cfg)) is not None:
+        REQUEST.recipe = {**vars(cfg)["_moe_fssdp"], **fssdp_arguments(cfg.model)}
+        for model in _models(cfg):
+            vars(model).update(REQUEST.recipe)
+        if (settings := settings_of(REQUEST.recipe)) is not None:
             _check(cfg, settings)
-            _register(cfg)
-            # A caller's own ``pre_wrap_hook`` replaces all registered hooks. Then `entry` reads the
-            # settings from the model's configuration when DDP wraps the model.
-            vars(cfg.model).update(settings.as_arguments())
 
     return update
 
@@ -231,15 +198,14 @@ def _find_lost_overrides(model: Any) -> None:
     Bridge drops overrides of unknown names with only a warning.
     """
     for argument in sys.argv[1:]:
-        found = OVERRIDE.match(argument)
-        if found and (found["at"] != "model." or found["name"] not in vars(model)):
-            known = f"known are +model.{', +model.'.join(NAMES)}"
-            way = (
-                "Import megatron_hecate.bridge before overrides are applied, "
-                "or start the script with our launcher"
-            )
-            raise SwitchOnError(
-                [f"the override {argument!r} did not reach the model; {known}. {way}"]
+        override = OVERRIDE.match(argument)
+        if override and (override["part"] != "model." or override["name"] not in vars(model)):
+            refuse(
+                [
+                    f"the override {argument!r} did not reach the model; known are "
+                    f"+model.{', +model.'.join(NAMES)}. Import megatron_hecate.bridge before "
+                    "overrides are applied, or start the script with our launcher"
+                ]
             )
 
 
@@ -248,5 +214,5 @@ assumptions.require(assumptions.BRIDGE_ASSUMPTIONS, module=__name__, by=VERSION)
 for _name, _value in {**NAMES, "moe_fssdp": False}.items():
     for _class in (ModelProviderMixin, ModelConfig):
         setattr(_class, _name, _value)
-launcher.wrap(pretrain, "runtime_config_update", _with_fssdp)
+wrap(pretrain, "runtime_config_update", _with_fssdp)
 restore_homes_before_libraries(needs_all=False)

@@ -52,11 +52,6 @@ def _number(name: str) -> str:
     return f"a whole number from 0 to {MOST[name]}"
 
 
-# Flags given to our launcher, by argparse's names. The launcher knows them before it may import
-# Megatron.
-launched: dict[str, Any] = {}
-
-
 def asks_for_fssdp(values: Mapping[str, Any]) -> bool:
     """Return whether ``values``, our flags by argparse's names, switch FSSDP or observing on."""
     return bool(values.get("moe_fssdp") or values.get("moe_fssdp_observe"))

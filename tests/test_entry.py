@@ -67,6 +67,7 @@ def test_a_model_is_converted_where_it_is_wrapped(kind: str) -> None:
     import tiny_gpt
 
     from megatron_hecate.switch_on import entry
+    from megatron_hecate.switch_on.request import REQUEST
 
     case = {
         "fp32": tiny_gpt.Case(ep=4),
@@ -82,12 +83,12 @@ def test_a_model_is_converted_where_it_is_wrapped(kind: str) -> None:
     assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(untouched.chunks)), (
         "nobody asked for it"
     )
-    entry.launched.update(moe_fssdp=True, moe_fssdp_speeds=tiny_gpt.FREE, moe_fssdp_slots=3)
+    REQUEST.launched.update(moe_fssdp=True, moe_fssdp_speeds=tiny_gpt.FREE, moe_fssdp_slots=3)
     ours = tiny_gpt.train(case)
     assert {layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(ours.chunks)} == {3}
     tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
     tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
-    assert not entry.is_off_against_wish()
+    assert not REQUEST.is_unmet
 
 
 @ranks(4)
@@ -96,11 +97,12 @@ def test_chunks_that_are_out_of_sight_are_an_error() -> None:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megatron_hecate.switch_on import entry
+    from megatron_hecate.switch_on.request import REQUEST
 
     case = tiny_gpt.Case(pp=2, vpp=2)
     tiny_gpt.initialize(case)
     entry.install()
-    entry.launched.update(moe_fssdp=True)
+    REQUEST.launched.update(moe_fssdp=True)
     first = tiny_gpt.build(case)[0].pop(0)
     with pytest.raises(
         ValueError, match="this rank's model has 2 chunks, of which only one is in sight when"
@@ -118,6 +120,7 @@ def test_a_step_without_fssdp_is_an_error() -> None:
 
     from megatron_hecate import HecateConfig, fssdp
     from megatron_hecate.switch_on import entry
+    from megatron_hecate.switch_on.request import REQUEST
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
@@ -126,12 +129,12 @@ def test_a_step_without_fssdp_is_an_error() -> None:
     optimizer = torch.optim.SGD(chunks[0].parameters(), lr=0.1)
     optimizer.step()  # nobody asked for it
     for flag in ("moe_fssdp", "moe_fssdp_observe"):
-        entry.launched.clear()
-        entry.launched[flag] = True
+        REQUEST.launched.clear()
+        REQUEST.launched[flag] = True
         with pytest.raises(ValueError, match=OFF):
             optimizer.step()
-    entry.launched.clear()
-    entry.launched["moe_fssdp"] = True
+    REQUEST.launched.clear()
+    REQUEST.launched["moe_fssdp"] = True
     dense = dataclasses.replace(case, settings=tuple(DENSE.items()))
     with pytest.raises(ValueError, match=OFF.replace("SGD", "FusedAdam")):
         tiny_gpt.train(dense, steps=1)
@@ -147,11 +150,12 @@ def test_what_a_model_says_of_itself_comes_first() -> None:
 
     from megatron_hecate import HecateConfig, fssdp
     from megatron_hecate.switch_on import entry
+    from megatron_hecate.switch_on.request import REQUEST
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     entry.install()
-    entry.launched.update(moe_fssdp=True, moe_fssdp_slots=3)
+    REQUEST.launched.update(moe_fssdp=True, moe_fssdp_slots=3)
     found = []
     for own in ({"moe_fssdp": False}, {"moe_fssdp_slots": 1}, {}):
         chunks, config = tiny_gpt.build(case)
@@ -178,6 +182,7 @@ def test_megatron_fsdp_is_refused_where_it_wraps() -> None:
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
     from megatron_hecate.switch_on import entry
+    from megatron_hecate.switch_on.request import REQUEST
 
     class TorchFullyShardedDataParallel(_BaseDataParallel):
         """Wraps what it is given, as Megatron's class of this name."""
@@ -185,7 +190,7 @@ def test_megatron_fsdp_is_refused_where_it_wraps() -> None:
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     entry.install()
-    entry.launched.update(moe_fssdp=True)
+    REQUEST.launched.update(moe_fssdp=True)
     chunks, config = tiny_gpt.build(case)
     with pytest.raises(ValueError, match="use_torch_fsdp2=True: FSDP2 owns the expert weights"):
         TorchFullyShardedDataParallel(config, chunks[0])
@@ -263,7 +268,7 @@ def test_modules_and_console_commands() -> None:
     prepare_training("nothing")
     folder = Path(os.environ["TEST_FOLDER"])
     report = "import sys\ndef main():\n print(__name__, sys.argv, sys.path[0], 'moe_fssdp' in _flags())\n return {}\n"
-    report += "def _flags():\n from megatron_hecate import enable\n return enable.launched\n"
+    report += "def _flags():\n from megatron_hecate.switch_on.request import REQUEST\n return REQUEST.launched\n"
     (folder / "pack").mkdir()
     (folder / "pack" / "__init__.py").touch()
     (folder / "pack" / "inner.py").write_text(

@@ -226,12 +226,12 @@ def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
 @pytest.mark.parametrize(
     "fails",
     [
-        "convert._find_unsupported",
-        "convert._estimate_memory",
-        "convert.wrappers.find_wrapped",
-        "convert.assumptions.broken_assumptions",
-        "observe._attach",
-        "observe._ranks_in_step",
+        "switch_on.convert._find_unsupported",
+        "switch_on.convert._estimate_memory",
+        "switch_on.wrappers.find_wrapped",
+        "megatron.assumptions.broken_assumptions",
+        "record.observe._attach",
+        "record.observe._ranks_in_step",
     ],
 )
 @ranks(2)
@@ -244,7 +244,7 @@ def test_an_exception_that_nobody_expects_stops_all_ranks(fails: str, tmp_path: 
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
     before = snapshot(chunks)
-    observing = fails.startswith("observe")
+    observing = fails.startswith("record")
 
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a name that no table has")

@@ -68,8 +68,8 @@ def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -
         "again = [sys.executable, os.path.abspath(__file__), *sys.argv[1:]]\n"
         "if 'AGAIN' not in os.environ:\n"
         "    os.execvpe(sys.executable, again, {**os.environ, 'AGAIN': '1'})\n"
-        "from megatron_hecate import enable\n"
-        "print(enable.launched, sys.argv[1:])\n"
+        "from megatron_hecate.switch_on.request import REQUEST\n"
+        "print(REQUEST.launched, sys.argv[1:])\n"
     )
     flags = ["--moe-fssdp", "--moe-fssdp-slots", "3", "--moe-fssdp-speeds", str(speeds)]
     done = python("-m", "megatron_hecate", *flags, str(script), "--flag", "model.x=1", timeout=120)
@@ -110,9 +110,10 @@ sys.path.insert(0, sys.argv[1])
 found = [importlib.util.find_spec("megatron.training"), importlib.util.find_spec("megatron.core")]
 import megatron.training, megatron.core
 from megatron.core.distributed import DistributedDataParallel
+from megatron.training import arguments
 print(early, megatron.core.__file__, megatron.training.__file__)
-wrapped = (megatron.training.training.setup_model_and_optimizer, DistributedDataParallel.__mro__[1].__init__)
-print([hasattr(function, "_megatron_hecate") for function in wrapped])
+print([hasattr(arguments.add_megatron_arguments, "_megatron_hecate"),
+       DistributedDataParallel.__new__.__module__ == "megatron_hecate.switch_on.entry"])
 """
 
 

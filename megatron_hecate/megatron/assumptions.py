@@ -202,19 +202,14 @@ ASSUMPTIONS = (
 )
 TRAINING_ASSUMPTIONS = (
     _Assumption(
-        "core.distributed.data_parallel_base:_BaseDataParallel",
+        "core.distributed:DistributedDataParallel",
         ("config", "module"),
-        "constructor wrapped: converts a model before DDP wraps it",
+        "construction watched: converts a model before DDP wraps it",
     ),
     _Assumption(
         "training.arguments:add_megatron_arguments",
         ("parser",),
         "wrapped: adds the flags",
-    ),
-    _Assumption(
-        "training.training:setup_model_and_optimizer",
-        ("model_type", "model_provider_func"),
-        "wrapped: runs the hook on the built model",
     ),
     *(
         _Assumption(f"training.global_vars:get_{name}_writer", (), "writes metrics")

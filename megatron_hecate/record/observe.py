@@ -49,9 +49,6 @@ from megatron_hecate.record.recorder import JobMetrics, StageRecorder, describe_
 from megatron_hecate.step.load_monitor import GroupSum
 from megatron_hecate.step.token_counts import LayerCounts, TokenCounts
 
-# values of ``observing`` of all models of this process that the hook ran on
-_switched_on: set[bool] = set()
-
 
 def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     """Count the tokens that the routers of these model chunks send to each expert.
@@ -64,8 +61,6 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
         TimeoutError: when some rank does not call it within ``config.timeout``.
     """
     layers = [module for module in _modules(chunks) if isinstance(module, MoELayer)]
-    if has_run(chunks, observing=True):
-        return chunks
     problems: list[str] = []
     speeds = read_speeds(config, problems)
     names = [name_of_layer(layer) for layer in layers]
@@ -91,7 +86,6 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
             JobMetrics(())
         watched = [_ranks_in_step(layers[0])] if layers else []
         watchdog.watch(watched, timeout=config.timeout)
-        note_run(chunks, observing=True)
     note = Note(layers=names, summary=refused, problems=problems)
     _, refusals = note.agree(timeout=config.timeout)
     if dist.get_rank() == 0:
@@ -138,26 +132,6 @@ def _print_summary(notes: list[Note], refusals: list[Note], record: str) -> None
 def _modules(chunks: list[Module]) -> Iterator[Module]:
     """Iterate over all modules of the model chunks."""
     return itertools.chain.from_iterable(chunk.modules() for chunk in chunks)
-
-
-def has_run(chunks: list[Module], *, observing: bool) -> bool:
-    """Whether the hook has run on these model chunks.
-
-    The chunks are marked, because a pipeline stage may have no MoE layers to show it.
-    """
-    return any(getattr(module, "_fssdp_hook", None) is observing for module in _modules(chunks))
-
-
-def note_run(chunks: list[Module], *, observing: bool) -> None:
-    """Record for `has_run` that the hook has run on these model chunks."""
-    _switched_on.add(observing)
-    for chunk in chunks:
-        chunk._fssdp_hook = observing
-
-
-def is_on() -> bool:
-    """Whether the hook has run on any model of this process."""
-    return bool(_switched_on)
 
 
 def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:

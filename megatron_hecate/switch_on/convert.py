@@ -23,18 +23,19 @@ from megatron_hecate.faults import watchdog
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron import assumptions, foreign_code, training_state
 from megatron_hecate.plan import H100, Speeds, World
-from megatron_hecate.record.observe import has_run, note_run, observe, read_speeds
+from megatron_hecate.record.observe import observe, read_speeds
 from megatron_hecate.record.recorder import JobMetrics
 from megatron_hecate.replicas import memory_estimate
 from megatron_hecate.replicas.memory_estimate import JobMemory, RankMemory
 from megatron_hecate.step.layer import FSSDPLayer
 from megatron_hecate.step.layer_parts import LayerParts
 from megatron_hecate.step.layer_state import LayerState
-from megatron_hecate.switch_on import unsupported, wrappers
+from megatron_hecate.switch_on import entry, unsupported, wrappers
 from megatron_hecate.switch_on.attach import Chunks, Model, attach
+from megatron_hecate.switch_on.chunks import PendingChunks, mark, marks
 from megatron_hecate.switch_on.compiling import compile_all, compile_transfers
 from megatron_hecate.switch_on.connect import Connection, connect
-from megatron_hecate.switch_on.pending_chunks import PendingChunks
+from megatron_hecate.switch_on.request import REQUEST
 
 
 def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
@@ -56,6 +57,8 @@ def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
         TypeError: for a ``config`` or a model of another type.
         TimeoutError: when some rank does not run the hook within ``config.timeout``.
     """
+    # refuses a wrapper that would take the experts' weights after the hook
+    entry.install()
     return _Hook(HecateConfig.check(config))
 
 
@@ -70,14 +73,17 @@ class _Hook:
     def __call__(self, model: Any, **_: Any) -> Any:
         """Convert ``model``; keyword arguments are those of mbridge's callbacks."""
         chunks: Chunks | None = _chunks_of(model)
-        if not any(has_run(chunks, observing=observing) for observing in (True, False)):
+        earlier = marks(chunks)
+        if not earlier:
             chunks = self.pending.complete(chunks)
         if chunks is None:
             return model
-        if self.config.observe:
-            observe(chunks, self.config)
-        else:
+        if not self.config.observe:
             _convert(Model.find(chunks), self.config)
+        elif True not in earlier:
+            observe(chunks, self.config)
+        mark(chunks, observing=self.config.observe)
+        REQUEST.is_answered = True
         return model
 
 
@@ -88,7 +94,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
         _check_same_settings(converted[0].fssdp.config, config)
         return
     # a pipeline stage may have no MoE layers to show an earlier run of the hook
-    if not model.layers and has_run(model.chunks, observing=False):
+    if not model.layers and False in marks(model.chunks):
         return
     problems: list[str] = []
     parts = _build_parts(model, config, problems)
@@ -124,7 +130,6 @@ def _convert(model: Model, config: HecateConfig) -> None:
         attach(model, states, [follow_job_timeout], homes_group, folder)
     else:
         JobMetrics(())
-    note_run(model.chunks, observing=False)
     if dist.get_rank() == 0:
         _print_summary(notes, resolved, speeds, connection)
         if folder != config.folder:

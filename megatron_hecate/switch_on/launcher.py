@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hecate.comm.rank_0 import VARIABLES, environment_number, refer_to_rank_0
-from megatron_hecate.config import FLAG, HecateConfig, asks_for_fssdp, check_names, launched
+from megatron_hecate.config import FLAG, HecateConfig, check_names
 from megatron_hecate.switch_on.fssdp_flags import validate
 from megatron_hecate.switch_on.late_imports import import_after_megatron
+from megatron_hecate.switch_on.request import REQUEST
 
 # Console commands and modules that start ranks. The launcher runs in each rank, so they must
 # precede it.
@@ -253,8 +254,7 @@ def _hint(word: str, commands: Sequence[str]) -> str:
 
 
 def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
-    launched.clear()
-    launched.update(given)
+    REQUEST.launched = given
     import_after_megatron()
     _come_along(given)
     sys.argv = [target.argv0, *arguments]
@@ -264,22 +264,13 @@ def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
         # console commands also raise it on success, and the check below must follow
         if done.code not in (None, 0):
             raise
-    if _is_off_against_wish(given):
+    if REQUEST.is_unmet:
         if environment_number("RANK") == 0:
             text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
             # Primus replaces ``print``
             sys.stderr.write(f"FSSDP: {target.name} {text}\n")
         return 1
     return 0
-
-
-def _is_off_against_wish(given: dict[str, Any]) -> bool:
-    """Return whether FSSDP was asked for, and the target has converted no model."""
-    entry = sys.modules.get("megatron_hecate.switch_on.entry")
-    if entry is None:
-        # the target has not imported Megatron
-        return asks_for_fssdp(given)
-    return entry.is_off_against_wish()
 
 
 # default that distinguishes flags that were left out

@@ -7,7 +7,6 @@ return settings, so that `unsupported.find` adds the way out.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -15,6 +14,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module, Parameter
 
+from megatron_hecate.megatron.training_globals import training_arguments
 from megatron_hecate.switch_on import unsupported
 
 
@@ -70,24 +70,10 @@ def _is_of_ddp(parameter: Parameter) -> bool:
 
 
 def of_job() -> dict[str, Any]:
-    """Return settings of the job that runs the hook.
-
-    The settings are arguments of ``megatron.training`` and of the functions that call the hook.
-    Megatron's and Bridge's builders take ``use_megatron_fsdp`` and ``use_torch_fsdp2`` as
-    arguments, run the hook, and only then wrap the model. So until then these settings are in no
-    object that the hook can reach, only in local variables of its callers.
-    """
-    training = sys.modules.get("megatron.training.global_vars")
-    args = getattr(training, "_GLOBAL_ARGS", None)
+    """Return settings of the job that runs the hook: arguments of ``megatron.training``."""
+    args = training_arguments()
     names = [rule.setting for rule in unsupported.JOB] + ["enable_primus_turbo"]
-    found = {name: getattr(args, name, None) for name in names}
-    frame = sys._getframe(1)
-    while frame is not None:
-        for name in {"use_megatron_fsdp", "use_torch_fsdp2"}.intersection(frame.f_code.co_varnames):
-            if frame.f_locals.get(name) is True:
-                found[name] = True
-        frame = frame.f_back
-    return found
+    return {name: getattr(args, name, None) for name in names}
 
 
 @functools.cache

@@ -137,41 +137,30 @@ def test_modelopt_in_experts() -> None:
 @pytest.mark.newest
 @ranks(2)
 @pytest.mark.parametrize("setting", ["use_megatron_fsdp", "use_torch_fsdp2"])
-def test_megatrons_builder_runs_the_hook_and_would_then_wrap(setting: str) -> None:
+def test_megatrons_builder_runs_the_hook_and_then_wraps(setting: str) -> None:
     """``ModelConfig.pre_wrap_hooks`` go into this function as one."""
     import tiny_gpt
+    from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models import dist_utils
 
     chunks, config = _stock_model()
-    before = snapshot(chunks)
-    with pytest.raises(
-        ValueError, match=MEGATRON_FSDP if setting == "use_megatron_fsdp" else FSDP2
-    ):
+
+    def build(**settings: Any) -> None:
         dist_utils.unimodal_build_distributed_models(
             lambda *_, **__: chunks[0],
             config,
             ProcessGroupCollection.use_mpu_process_groups(),
-            SimpleNamespace(),
+            DistributedDataParallelConfig(),
             pre_wrap_hook=tiny_gpt.fssdp_hook(),
-            **{setting: True},
+            **settings,
         )
-    assert snapshot(chunks) == before
 
-
-@ranks(2)
-def test_a_providers_pre_wrap_hook() -> None:
-    import tiny_gpt
-
-    chunks, _ = _stock_model()
-
-    def get_model(hook: Any, *, use_megatron_fsdp: bool = False) -> None:
-        """As Bridge's, which a provider calls with its pre-wrap hooks."""
-        hook(chunks)
-
-    with pytest.raises(ValueError, match=MEGATRON_FSDP):
-        get_model(tiny_gpt.fssdp_hook(), use_megatron_fsdp=True)
-    get_model(tiny_gpt.fssdp_hook())
+    with pytest.raises(
+        ValueError, match=MEGATRON_FSDP if setting == "use_megatron_fsdp" else FSDP2
+    ):
+        build(**{setting: True})
+    build()
 
 
 @pytest.mark.newest

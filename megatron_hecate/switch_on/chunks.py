@@ -1,4 +1,4 @@
-"""Collection of the model chunks of a virtual pipeline that reach the hook one at a time."""
+"""Model chunks that reach the hook: completed if they come one at a time, and marked after it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 class PendingChunks:
     """Chunks of one rank that wait for the rank's other chunks.
 
-    mbridge calls its ``post_model_creation_callbacks`` after each chunk. Layers of all chunks are
-    converted together, because they share buffers and iterations.
+    A framework may call the hook after each chunk of a virtual pipeline, as mbridge does. Layers of
+    all chunks are converted together, because they share buffers and iterations.
     """
 
     _waiting: list[tuple[Module, RemovableHandle]] = dataclasses.field(default_factory=list)
@@ -60,3 +60,18 @@ def num_chunks(config: Any) -> int:
         return 1
     stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
     return stages or parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+
+
+def mark(chunks: list[Module], *, observing: bool) -> None:
+    """Mark model chunks that the hook has run on.
+
+    The chunks are marked, because a pipeline stage may have no MoE layers to show it.
+    """
+    for chunk in chunks:
+        chunk._fssdp_hook = observing
+
+
+def marks(chunks: list[Module]) -> set[bool]:
+    """Return the values of ``observing`` with which the hook has run on these model chunks."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return {module._fssdp_hook for module in modules if hasattr(module, "_fssdp_hook")}

@@ -1,0 +1,84 @@
+"""What this process asks of FSSDP, and whether a model has it; needs no Megatron.
+
+This is the only store of both. All ways in write to it, and `entry` reads it where a model is
+wrapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import weakref
+from typing import Any
+
+from megatron_hecate.config import HecateConfig, asks_for_fssdp, fssdp_arguments
+
+
+@dataclasses.dataclass
+class Request:
+    """Request of a process for FSSDP.
+
+    Args:
+        launched: flags given to our launcher, by argparse's names.
+        parsed: newest namespace of Megatron's parser, which a script may not pass on to Megatron.
+        recipe: values of our flags in the recipe that Megatron-Bridge trains.
+        models: model configurations that ask for FSSDP by attributes (`bridge.enable`).
+        is_answered: whether a model has been converted, or has declined by its own settings.
+    """
+
+    launched: dict[str, Any] = dataclasses.field(default_factory=dict)
+    parsed: Any = None
+    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
+    models: list[weakref.ref] = dataclasses.field(default_factory=list)
+    is_answered: bool = False
+
+    def settings(self, config: Any = None) -> HecateConfig | None:
+        """Return the settings asked for, or ``None`` if FSSDP was not asked for.
+
+        In order of precedence: the model's ``config``, Bridge's recipe, Megatron's arguments, or
+        else arguments that were parsed and not stored, the launcher's flags.
+
+        Args:
+            config: configuration of a model; overrides of Bridge are its attributes.
+
+        Raises:
+            SwitchOnError: for settings out of range.
+        """
+        return settings_of(self._values(config))
+
+    @property
+    def is_made(self) -> bool:
+        """Whether flags, or the configuration of a model that is still there, ask for FSSDP."""
+        configs = [config for reference in self.models if (config := reference()) is not None]
+        return any(map(asks_for_fssdp, [self._values(), *map(vars, configs)]))
+
+    @property
+    def is_unmet(self) -> bool:
+        """Whether FSSDP was asked for and is not on for any model."""
+        return not self.is_answered and self.is_made
+
+    def _values(self, config: Any = None) -> dict[str, Any]:
+        """Return the values of our flags by name, merged from all sources."""
+        # the import loads torch, which the command line must not
+        from megatron_hecate.megatron.training_globals import training_arguments
+
+        arguments = fssdp_arguments(training_arguments()) or fssdp_arguments(self.parsed)
+        return {**self.launched, **arguments, **self.recipe, **fssdp_arguments(config)}
+
+
+def settings_of(values: dict[str, Any]) -> HecateConfig | None:
+    """Return the settings that values of our flags ask for, or ``None`` without FSSDP.
+
+    Raises:
+        SwitchOnError: for settings out of range.
+    """
+    try:
+        return HecateConfig.from_arguments(argparse.Namespace(**values))
+    except ValueError as error:
+        # the import loads torch
+        from megatron_hecate.comm.agreement import SwitchOnError
+
+        raise SwitchOnError([str(error)]) from None
+
+
+REQUEST = Request()
