@@ -113,8 +113,7 @@ def measure(steps: int) -> None:
     dist.init_process_group("gloo")
     import tiny_gpt
 
-    from megatron_hecate import HecateConfig, fssdp
-    from megatron_hecate.record.metrics import layer_metrics
+    from megatron_hecate import HecateConfig, fssdp, layer_metrics
 
     fields = dict(ep=dist.get_world_size(), experts=16, seq=128, micro_batch=16, skew=0.0)
     case = tiny_gpt.Case(**fields, settings=tuple(MODEL.items()))

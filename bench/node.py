@@ -167,7 +167,7 @@ def rows(
     samples: Mapping[str, list[Sample]], routed: Mapping[str, list[float]], models: Mapping
 ) -> list[dict[str, Any]]:
     """Return a row per way: imbalance, milliseconds, ratios of the same steps."""
-    from megatron_hecate.record.metrics import layer_metrics
+    from megatron_hecate import layer_metrics
 
     result = []
     for way, of_way in samples.items():

@@ -124,7 +124,7 @@ def _report_break_even(
     runs: dict[tuple[str, str], Any], seconds: dict[tuple[str, str], float], routings: list[str]
 ) -> None:
     """Print the table of several skews."""
-    from megatron_hecate.record.metrics import layer_metrics
+    from megatron_hecate import layer_metrics
 
     print(
         "| routing | imbalance of the layers | stock, s | stock/always | stock/FSSDP | "

@@ -31,13 +31,34 @@ Boxes, which import the packages above, and which those know by a protocol only:
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_hecate.config import HecateConfig
 
+if TYPE_CHECKING:
+    from megatron_hecate.record.metrics import layer_metrics
+    from megatron_hecate.routes.known_routes import expect_routes
+
 __version__ = "0.1.0"
-__all__ = ["HecateConfig", "fssdp", "release", "restore_homes"]
+__all__ = [
+    "HecateConfig",
+    "expect_routes",
+    "fssdp",
+    "layer_metrics",
+    "release",
+    "restore_homes",
+]
+# public names of boxes, which are imported on first use
+_BOX_OF = {"expect_routes": "routes.known_routes", "layer_metrics": "record.metrics"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name of a box."""
+    if name not in _BOX_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_BOX_OF[name]}"), name)
 
 
 def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:

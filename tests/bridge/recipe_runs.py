@@ -125,7 +125,7 @@ def train(config: Any, *more: Any) -> Run:
     from megatron.bridge.training.pretrain import pretrain
     from megatron.bridge.training.utils import checkpoint_utils
 
-    from megatron_hecate.record.metrics import layer_metrics
+    from megatron_hecate import layer_metrics
 
     run = Run([], [], Counter())
     checkpoint_utils.read_train_state.cache_clear()  # a second load would find the state of the first run's end

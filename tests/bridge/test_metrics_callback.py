@@ -79,8 +79,7 @@ def test_every_logger_has_the_metrics_of_all_stages(observe: bool) -> None:
     from megatron.core.transformer.moe.moe_layer import MoELayer
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from megatron_hecate import bridge
-    from megatron_hecate.record.metrics import layer_metrics
+    from megatron_hecate import bridge, layer_metrics
 
     recorders = {name: _Recorder(name) for name in ("wandb", "mlflow", "comet_ml")}
     sys.modules.update(recorders)

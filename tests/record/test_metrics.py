@@ -17,7 +17,7 @@ def test_metrics_count_what_was_routed() -> None:
     import torch
     import torch.distributed as dist
 
-    from megatron_hecate.record.metrics import layer_metrics
+    from megatron_hecate import layer_metrics
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
@@ -50,8 +50,8 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
     """Usual speeds of CPU ranks: no copy pays on so small a model. Nothing but the counts is communicated."""
     import tiny_gpt
 
+    from megatron_hecate import layer_metrics
     from megatron_hecate.plan import CPU
-    from megatron_hecate.record.metrics import layer_metrics
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)

@@ -32,7 +32,7 @@ def own_routes(case: Any, step: int, microbatches: Iterable[int]) -> torch.Tenso
 
 def announce(case: Any, chunks: list, step: int) -> None:
     """Give the routes of a step in three forms, by its number: by layer, in a file, and by microbatch."""
-    from megatron_hecate.routes.known_routes import expect_routes
+    from megatron_hecate import expect_routes
 
     routes = own_routes(case, step, range(case.accumulate))
     if step == 0:
@@ -57,7 +57,7 @@ def test_an_iteration_of_several_microbatches_is_planned_for_the_sum_of_announce
     import tiny_gpt
     from host_memory import peak_growth
 
-    from megatron_hecate.routes.known_routes import expect_routes
+    from megatron_hecate import expect_routes
 
     case = tiny_gpt.Case(accumulate=2, settings=(REPLAY,))
     tiny_gpt.initialize(case)
