@@ -9,24 +9,18 @@
 | ``measure FILE``, under torchrun | measure links and cores for ``--moe-fssdp-speeds FILE`` |
 | ``run [--moe-fssdp ...] -- SCRIPT ...`` | run a training script with FSSDP's flags, unmodified |
 
-Each command has its own ``--help``. Older forms are aliases: ``--check``, ``--report``,
-``--what-if`` and ``--measure`` for the commands, and a target without ``run``:
+Each command has its own ``--help``. ``run`` may be left out:
 
     torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>
-
-Options may precede their command, as in ``--settings FILE check``.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from megatron_hecate import __version__
 from megatron_hecate.switch_on import launcher
@@ -35,45 +29,13 @@ from megatron_hecate.tools import check
 PROGRAM = "megatron-hecate"
 
 
-@dataclasses.dataclass(frozen=True)
-class Command:
-    """Command of the command line.
-
-    Args:
-        module: module with its ``make_parser()`` and its ``main(arguments)``.
-        summary: its line in the overview.
-        alias: flag that selects it, too; empty without one.
-    """
-
-    module: str
-    summary: str
-    alias: str = ""
-
-    def load(self) -> Any:
-        """Import its module; commands do not pay for the imports of others."""
-        return importlib.import_module(f"megatron_hecate.{self.module}")
-
-
+# module of each command, with its ``make_parser()`` and its ``main(arguments)``; its summary
 COMMANDS = {
-    "check": Command(
-        "tools.check", "print versions, and whether FSSDP fits here or a job's settings", "--check"
-    ),
-    "report": Command("tools.report", "write a page about a recorded run", "--report"),
-    "what-if": Command(
-        "tools.what_if", "simulate steps with and without FSSDP from recorded loads", "--what-if"
-    ),
-    "measure": Command(
-        "tools.measure",
-        "measure links and cores, under torchrun",
-        "--measure",
-    ),
-    "run": Command(
-        "switch_on.launcher", "run a Megatron training script with the --moe-fssdp flags"
-    ),
-}
-# names and aliases of commands: name
-WORDS = {name: name for name in COMMANDS} | {
-    command.alias: name for name, command in COMMANDS.items() if command.alias
+    "check": ("tools.check", "print versions, and whether FSSDP fits here or a job's settings"),
+    "report": ("tools.report", "write a page about a recorded run"),
+    "what-if": ("tools.what_if", "simulate steps with and without FSSDP from recorded loads"),
+    "measure": ("tools.measure", "measure links and cores, under torchrun"),
+    "run": ("switch_on.launcher", "run a Megatron training script with the --moe-fssdp flags"),
 }
 
 
@@ -101,15 +63,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    """Run the command in ``words``; return its exit status."""
-    name, arguments = _find(words)
-    if name is None:
-        return launcher.main(words, commands=tuple(COMMANDS))
-    if name == "run":
+    """Run the command that ``words`` begin with, or the launcher; return the exit status."""
+    if not words or words[0] not in COMMANDS:
+        return launcher.main(words)
+    if words[0] == "run":
         # A script handles its own pipes.
-        return launcher.main(arguments)
+        return launcher.main(words[1:])
+    # the import of one command only: commands do not pay for the imports of others
+    module = importlib.import_module(f"megatron_hecate.{COMMANDS[words[0]][0]}")
     try:
-        status = COMMANDS[name].load().main(arguments)
+        status = module.main(words[1:])
         sys.stdout.flush()
     except BrokenPipeError:
         # A pager or `head` has read enough. Python would flush once more at its exit.
@@ -121,7 +84,7 @@ def _run(words: list[str]) -> int:
 def overview() -> str:
     """Describe all commands, for ``--help``."""
     width = max(map(len, COMMANDS)) + 2
-    lines = "\n".join(f"  {name:{width}}{command.summary}" for name, command in COMMANDS.items())
+    lines = "\n".join(f"  {name:{width}}{summary}" for name, (_, summary) in COMMANDS.items())
     return f"""\
 usage: {PROGRAM} [-h | --version] COMMAND ...
        {PROGRAM} [--moe-fssdp ...] SCRIPT.py ...
@@ -132,43 +95,9 @@ commands:
 {lines}
 
 COMMAND --help lists the arguments of a command, and run --help the --moe-fssdp flags. The second
-form is short for run. Flags are aliases of commands: --check, --report, --what-if, --measure.
-python -m megatron_hecate is the same as {PROGRAM}:
+form is short for run. python -m megatron_hecate is the same as {PROGRAM}:
 
   torchrun ... -m megatron_hecate run --moe-fssdp -- pretrain_gpt.py ARGUMENTS"""
-
-
-def _find(words: list[str]) -> tuple[str | None, list[str]]:
-    """Find the command, which may follow its own options.
-
-    Returns:
-        The name of the command, ``None`` without one; its arguments.
-    """
-    for at, word in enumerate(words):
-        # behind a target, given without `run`, stand its own arguments
-        is_behind_target = at > 0 and not words[0].startswith("-")
-        if word == "--" or is_behind_target:
-            break
-        name = WORDS.get(word)
-        if name is None:
-            continue
-        if at == 0 or _are_options(words[:at], COMMANDS[name].load().make_parser()):
-            return name, words[:at] + words[at + 1 :]
-    return None, words
-
-
-def _are_options(words: list[str], parser: argparse.ArgumentParser) -> bool:
-    """Return whether ``words`` are options of ``parser`` with their values, and nothing else."""
-    takes_value: dict[str, bool] = {}
-    for action in parser._actions:
-        takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
-    at = 0
-    while at < len(words):
-        option, equals, _ = words[at].partition("=")
-        if option not in takes_value:
-            return False
-        at += 2 if takes_value[option] and not equals else 1
-    return at == len(words)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import inspect
 import os
 import textwrap
@@ -65,14 +64,11 @@ def fssdp_arguments(source: Any) -> dict[str, Any]:
 
 def check_names(names: Iterable[str]) -> None:
     """Raise a ValueError for a name that begins like our flags' names and is none of them."""
-    ends = [name.removeprefix(PREFIX) for name in HecateConfig().as_arguments()]
+    flags = HecateConfig().as_arguments()
     for name in names:
-        end = name.removeprefix(PREFIX)
-        if name.startswith(PREFIX) and end not in ends:
-            meant = [_shown(PREFIX + near) for near in difflib.get_close_matches(end, ends, n=1)]
-            guess = f"did you mean {meant[0]}? " if meant else ""
+        if name.startswith(PREFIX) and name not in flags:
             raise ValueError(
-                f"{_shown(name)} ({name}) does not exist; {guess}"
+                f"{_shown(name)} ({name}) does not exist; "
                 "megatron-hecate run --help lists the flags"
             )
 

@@ -352,7 +352,7 @@ def test_a_script_that_replaces_its_process(function: str) -> None:
         mock.patch.object(os, "execv", lambda file, command: became.append(command)),
         mock.patch.object(os, "execve", lambda file, command, environment: became.append(command)),
     ):
-        launcher._come_along({"moe_fssdp": True, "moe_fssdp_slots": 3})
+        launcher._stay_in_front({"moe_fssdp": True, "moe_fssdp_slots": 3})
         for command in (["script.py", "x"], ["-m", "pack.inner"], ["-c", "pass"]):
             command = [sys.executable, *command]
             rest = [os.environ] if function.endswith("e") else []
@@ -360,7 +360,8 @@ def test_a_script_that_replaces_its_process(function: str) -> None:
                 os.execl(sys.executable, *command)
             else:
                 getattr(os, function)(sys.executable, command, *rest)
-    ours = [sys.executable, "-m", "megatron_hecate", "--moe-fssdp", "--moe-fssdp-slots", "3"]
+    ours = [sys.executable, "-m", "megatron_hecate", "run", "--moe-fssdp"]
+    ours += ["--moe-fssdp-slots", "3", "--"]
     assert became == [
         [*ours, "script.py", "x"],
         [*ours, "-m", "pack.inner"],

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
-import importlib.abc
-import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -28,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron_hecate.comm.rank_0 import VARIABLES, environment_number, refer_to_rank_0
-from megatron_hecate.config import FLAG, HecateConfig, check_names
+from megatron_hecate.config import FLAG, HecateConfig
 from megatron_hecate.switch_on.fssdp_flags import validate
 from megatron_hecate.switch_on.late_imports import import_after_megatron
 from megatron_hecate.switch_on.request import REQUEST
@@ -37,10 +34,6 @@ from megatron_hecate.switch_on.request import REQUEST
 # precede it.
 STARTERS = ("torchrun", "accelerate", "deepspeed")
 STARTERS += ("torch.distributed.run", "torch.distributed.launch")
-
-
-class UnknownWordError(ValueError):
-    """Target that is neither a file nor a command; it may be a misspelt command of ours."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -79,15 +72,14 @@ class Command:
         takes_value: dict[str, bool] = {}
         for action in parser._actions:
             takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
-        at = 0
-        while at < len(argv):
-            word = argv[at]
+        index = 0
+        while index < len(argv):
+            word = argv[index]
             if word == "--":
-                return cls._of_target(argv[:at], argv[at + 1 :])
-            is_module = word.startswith("-m")
-            if is_module or not word.startswith("-"):
-                return cls._of_target(argv[:at], argv[at:])
-            at += 2 if takes_value.get(word, False) else 1
+                return cls._of_target(argv[:index], argv[index + 1 :])
+            if word.startswith("-m") or not word.startswith("-"):
+                return cls._of_target(argv[:index], argv[index:])
+            index += 2 if takes_value.get(word, False) else 1
         return cls._of_target(argv, [])
 
     @classmethod
@@ -125,8 +117,10 @@ class Target:
         """
         name = command.target
         if name in STARTERS:
-            right = "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
-            raise ValueError(f"{name} starts the ranks, so it must precede our launcher: {right}")
+            raise ValueError(
+                f"{name} starts the ranks, so it must precede our launcher: "
+                "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
+            )
         if command.is_module:
             return cls._module(name)
         if name.startswith("-"):
@@ -173,14 +167,17 @@ class Target:
     def _console_command(cls, name: str) -> Target:
         path = shutil.which(name)
         folder = str(Path(path).resolve().parent if path else Path.cwd())
-        if found := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
-            return cls(name, path or name, folder, lambda: sys.exit(found[0].load()()))
+        if commands := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
+            return cls(name, path or name, folder, lambda: sys.exit(commands[0].load()()))
         if path is not None and _is_python(Path(path), otherwise=False):
             return cls(name, path, folder, lambda: runpy.run_path(path, run_name="__main__"))
-        ways = "a script, -m MODULE, or a console command of this Python environment"
-        if path is None:
-            raise UnknownWordError(f"{name} does not exist; give {ways}")
-        raise ValueError(f"{name} ({path}) is not written in Python; give {ways}")
+        problem = f"{name} does not exist"
+        if path is not None:
+            problem = f"{name} ({path}) is not written in Python"
+        raise ValueError(
+            f"{problem}; give a script, -m MODULE, or a console command of this Python "
+            "environment; megatron-hecate --help lists our own commands"
+        )
 
 
 def make_parser() -> Parser:
@@ -199,12 +196,11 @@ def make_parser() -> Parser:
     return parser
 
 
-def main(argv: list[str], *, commands: Sequence[str] = ()) -> int:
+def main(argv: list[str]) -> int:
     """Run the target that ``argv`` names; return the exit status.
 
     Args:
         argv: our flags, the target, and its arguments.
-        commands: commands of ours that ``argv`` may have meant, for errors.
     """
     parser = make_parser()
     try:
@@ -216,76 +212,61 @@ def main(argv: list[str], *, commands: Sequence[str] = ()) -> int:
         return 2
     command = Command.split(argv, parser)
     # -h exits here
-    known, unknown = parser.parse_known_args(command.flags, _unset())
+    flags, unknown = _parse(parser, command.flags)
     if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}{_hint(unknown[0], commands)}")
-    given = _given(known)
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if not command.target and not command.is_module:
-        hint = _hint("", commands)
-        parser.error(f"no SCRIPT.py given, nor -m MODULE, nor a console command{hint}")
+        parser.error("no SCRIPT.py given, nor -m MODULE, nor a console command")
     try:
         target = Target.find(command)
-    except UnknownWordError as error:
-        parser.error(f"{error}{_hint(command.target, commands)}")
     except ValueError as error:
         parser.error(str(error))
     # validate now: Megatron takes minutes to start
     try:
-        given |= _among(command.arguments)
-        validate(given)
+        flags |= flags_among(command.arguments)
+        validate(flags)
     except (ValueError, NotImplementedError) as error:
         parser.error(f"--moe-fssdp: {error}")
     # paths must be absolute, because the script may change the working directory
     for name in ("moe_fssdp_speeds", "moe_fssdp_record"):
-        if given.get(name) is not None:
-            given[name] = str(Path(given[name]).absolute())
+        if flags.get(name) is not None:
+            flags[name] = str(Path(flags[name]).absolute())
     # as Python sets it for a script
     sys.path[0] = target.folder
-    return _run(target, given, command.arguments)
+    return _run(target, flags, command.arguments)
 
 
-def _hint(word: str, commands: Sequence[str]) -> str:
-    """Return the end of an error: the commands, and the one that ``word`` probably means."""
-    if not commands:
-        return ""
-    meant = difflib.get_close_matches(word.removeprefix("--"), commands, n=1)
-    guess = f"; did you mean {meant[0]}?" if meant else ";"
-    return f"{guess} commands: {', '.join(commands)} (megatron-hecate --help explains them)"
-
-
-def _run(target: Target, given: dict[str, Any], arguments: list[str]) -> int:
-    REQUEST.launched = given
+def _run(target: Target, flags: dict[str, Any], arguments: list[str]) -> int:
+    REQUEST.launched = flags
     import_after_megatron()
-    _come_along(given)
+    _stay_in_front(flags)
     sys.argv = [target.argv0, *arguments]
     try:
         target.run()
-    except SystemExit as done:
+    except SystemExit as end:
         # console commands also raise it on success, and the check below must follow
-        if done.code not in (None, 0):
+        if end.code not in (None, 0):
             raise
     if REQUEST.is_unmet:
         if environment_number("RANK") == 0:
             text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
-            # Primus replaces ``print``
+            # a framework may replace ``print``, as Primus does
             sys.stderr.write(f"FSSDP: {target.name} {text}\n")
         return 1
     return 0
 
 
-# default that distinguishes flags that were left out
-_UNSET = object()
+def _parse(
+    parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return the flags among ``words``, by argparse's names and without defaults; other words."""
+    missing = object()
+    empty = argparse.Namespace(**dict.fromkeys(HecateConfig().as_arguments(), missing))
+    namespace, rest = parser.parse_known_args(words, empty)
+    return {name: value for name, value in vars(namespace).items() if value is not missing}, rest
 
 
-def _unset() -> argparse.Namespace:
-    return argparse.Namespace(**dict.fromkeys(HecateConfig().as_arguments(), _UNSET))
-
-
-def _given(namespace: argparse.Namespace) -> dict[str, Any]:
-    return {name: value for name, value in vars(namespace).items() if value is not _UNSET}
-
-
-def _among(arguments: list[str]) -> dict[str, Any]:
+def flags_among(arguments: Sequence[str]) -> dict[str, Any]:
     """Return our flags among a script's own arguments.
 
     Raises:
@@ -294,15 +275,13 @@ def _among(arguments: list[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     HecateConfig.add_arguments(parser)
     try:
-        found, rest = parser.parse_known_args(arguments, _unset())
+        flags, rest = _parse(parser, arguments)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
     for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
-        spelt = flag.lower().replace("_", "-").replace("--no-", "--")
-        if spelt.startswith(FLAG):
-            check_names([flag.removeprefix("--").replace("-", "_")])
-            raise ValueError(f"{flag} does not exist; did you mean {spelt}?")
-    return _given(found)
+        if flag.lower().replace("_", "-").replace("--no-", "--").startswith(FLAG):
+            raise ValueError(f"{flag} does not exist; megatron-hecate run --help lists the flags")
+    return flags
 
 
 def _is_python(path: Path, *, otherwise: bool) -> bool:
@@ -314,35 +293,32 @@ def _is_python(path: Path, *, otherwise: bool) -> bool:
     return otherwise
 
 
-def _come_along(given: dict[str, Any]) -> None:
+def _stay_in_front(flags: dict[str, Any]) -> None:
     """Put the launcher in front of a Python script that replaces this process.
 
     Bridge's scripts replace their process to restart in a recipe's environment. All functions of
     `os` that replace a process call ``execv`` or ``execve``.
     """
-    execv = os.execv
-    execve = os.execve
+    for function in (os.execv, os.execve):
 
-    def execv_with_launcher(file: Any, command: Any) -> NoReturn:
-        execv(file, _behind_launcher(file, command, given))
+        def replace(
+            file: Any, command: Any, *environment: Any, original: Callable = function
+        ) -> None:
+            original(file, _behind_launcher(file, command, flags), *environment)
 
-    def execve_with_launcher(file: Any, command: Any, environment: Any) -> NoReturn:
-        execve(file, _behind_launcher(file, command, given), environment)
-
-    os.execv = execv_with_launcher
-    os.execve = execve_with_launcher
+        setattr(os, function.__name__, replace)
 
 
-def _behind_launcher(file: str, command: list[str], given: dict[str, Any]) -> list[str]:
+def _behind_launcher(file: str, command: list[str], flags: dict[str, Any]) -> list[str]:
     """Return ``command``, behind our launcher if it starts a Python script or module."""
     command = list(command)
     starts_python = file == sys.executable and len(command) > 1
     if not starts_python or not (command[1].endswith(".py") or command[1].startswith("-m")):
         return command
-    ours = []
-    for name, value in given.items():
-        ours.append("--" + name.replace("_", "-"))
+    words = []
+    for name, value in flags.items():
+        words.append("--" + name.replace("_", "-"))
         # a switch takes no value
         if value is not True:
-            ours.append(str(value))
-    return [file, "-m", "megatron_hecate", *ours, *command[1:]]
+            words.append(str(value))
+    return [file, "-m", "megatron_hecate", "run", *words, "--", *command[1:]]
