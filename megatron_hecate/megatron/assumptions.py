@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import re
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
@@ -44,218 +45,119 @@ class _Assumption:
     why: str
 
 
-_DISPATCHER = ("num_local_experts", "local_expert_indices", "config", "pg_collection")
-_EXPERTS = ("permuted_local_hidden_states", "tokens_per_expert", "permuted_probs")
-ASSUMPTIONS = (
-    _Assumption(
-        "core.transformer.moe.moe_layer:MoELayer.route",
-        ("hidden_states",),
-        "overridden: routes tokens and records loads",
-    ),
-    _Assumption(
-        "core.transformer.moe.moe_layer:MoELayer.preprocess",
-        ("hidden_states", "probs", "routing_map"),
-        "overridden: maps experts to physical experts",
-    ),
-    *(
-        _Assumption(
-            f"core.transformer.moe.moe_layer:MoELayer.{name}",
-            (),
-            "overridden: adds spans to traces",
-        )
-        for name in ("dispatch", "routed_experts_compute", "combine")
-    ),
-    _Assumption(
-        "core.transformer.moe.moe_layer:MoELayer.backward_dw",
-        ("routed_experts", "shared_experts"),
-        "overridden: delayed gradients are complete after the call for shared experts",
-    ),
-    _Assumption(
-        "core.transformer.moe.experts:TEGroupedMLP.backward_dw",
-        (),
-        "overridden: computes the twin's gradients",
-    ),
-    _Assumption(
-        "core.transformer.moe.experts:SequentialMLP.forward",
-        _EXPERTS,
-        "overridden: replicas compute, too",
-    ),
-    _Assumption(
-        "core.transformer.moe.experts:TEGroupedMLP.forward",
-        _EXPERTS,
-        "overridden: replicas compute, too",
-    ),
-    _Assumption(
-        "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher",
-        _DISPATCHER,
-        "built over physical experts",
-    ),
-    _Assumption(
-        "core.transformer.moe.token_dispatcher:MoEAlltoAllTokenDispatcher.preprocess",
-        (),
-        "overridden: sets num_out_tokens, splits and num_global_tokens_per_local_expert",
-    ),
-    _Assumption(
-        "core.transformer.moe.token_dispatcher"
-        ":MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point",
-        ("point",),
-        "called where preprocess calls it",
-    ),
-    _Assumption(
-        "core.transformer.moe.token_dispatcher:MoEAllGatherTokenDispatcher",
-        _DISPATCHER,
-        "built over physical experts",
-    ),
-    _Assumption(
-        "core.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher",
-        _DISPATCHER,
-        "built over physical experts",
-    ),
-    _Assumption(
-        "core.process_groups_config:ProcessGroupCollection",
-        ("ep", "expt_tp", "tp_ep"),
-        "the dispatcher's groups",
-    ),
-    _Assumption(
-        "core.transformer.transformer_layer:TransformerLayer.__init__",
-        ("self", "config", "submodules", "layer_number"),
-        "self_attention runs before mlp: replicas are prefetched during attention",
-    ),
-    _Assumption(
-        "core.parallel_state:get_pipeline_model_parallel_rank",
-        (),
-        "gives the number of microbatches in flight on this stage",
-    ),
-    _Assumption(
-        "core.parallel_state:get_expert_data_parallel_rank",
-        (),
-        "determines the rank that records a stage",
-    ),
-    _Assumption(
-        "core.parallel_state:get_expert_data_parallel_group",
-        (),
-        "gives the ranks with the same homes",
-    ),
-    *(
-        _Assumption(
-            f"core.transformer.moe.experts:{name}.sharded_state_dict",
-            (),
-            "overridden: restores homes first",
-        )
-        for name in ("SequentialMLP", "TEGroupedMLP")
-    ),
-    _Assumption(
-        "core.parallel_state:get_pipeline_model_parallel_group",
-        (),
-        "gives the stages with one log of metrics",
-    ),
-    _Assumption(
-        "core.transformer.moe.router_replay:RouterReplayAction.REPLAY_FORWARD",
-        (),
-        "target_topk_idx holds future routes",
-    ),
-    _Assumption(
-        "core.tensor_parallel.random:is_checkpointing",
-        (),
-        "distinguishes a checkpointed forward from evaluation",
-    ),
-    _Assumption(
-        "core.transformer.multi_token_prediction:MultiTokenPredictionBlock.forward",
-        ("self",),
-        "runs each layer mtp_num_layers times with mtp_use_repeated_layer",
-    ),
-    _Assumption(
-        "core.num_microbatches_calculator:get_num_microbatches",
-        (),
-        "an estimate for the first iteration, and an entry of records",
-    ),
-    _Assumption(
-        "core.num_microbatches_calculator:_GLOBAL_NUM_MICROBATCHES_CALCULATOR",
-        (),
-        "None if the training loop sets no number of microbatches",
-    ),
-    _Assumption(
-        "core.distributed.distributed_data_parallel:DistributedDataParallel._make_forward_pre_hook",
-        ("self",),
-        "identifies DDP's hooks by this name; they run before parameters are read",
-    ),
-    _Assumption(
-        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_param_sync",
-        ("self",),
-        "called to gather experts' parameters at the same point on all ranks",
-    ),
-    _Assumption(
-        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.finish_param_sync",
-        ("self", "skip_next_bucket_dispatch"),
-        "called to wait for experts' parameters at the same point on all ranks",
-    ),
-    _Assumption(
-        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.start_grad_sync",
-        ("self",),
-        "overridden: starts a reduction after all earlier groups have started",
-    ),
-    _Assumption(
-        "core.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup.reset",
-        ("self",),
-        "overridden: runs in every iteration",
-    ),
+def _table(text: str) -> tuple[_Assumption, ...]:
+    """Read assumptions from ``text``: lines with a module, and below each its names.
+
+    A name stands as ``name(what it must take): our use``; further lines of it are indented more.
+    """
+    rows = []
+    module = ""
+    for line in re.sub(r"\n {3,}", " ", inspect.cleandoc(text)).splitlines():
+        if not line.startswith(" "):
+            module = line
+            continue
+        name, _, why = line.strip().partition(": ")
+        path, _, parameters = name.removesuffix(")").partition("(")
+        rows.append(_Assumption(f"{module}:{path}", tuple(re.findall(r"\w+", parameters)), why))
+    return tuple(rows)
+
+
+ASSUMPTIONS = _table(
+    """
+    core.transformer.moe.moe_layer
+      MoELayer.route(hidden_states): overridden: routes tokens and records loads
+      MoELayer.preprocess(hidden_states, probs, routing_map): overridden: maps experts to physical
+          experts
+      MoELayer.dispatch: overridden: adds spans to traces
+      MoELayer.routed_experts_compute: overridden: adds spans to traces
+      MoELayer.combine: overridden: adds spans to traces
+      MoELayer.backward_dw(routed_experts, shared_experts): overridden: delayed gradients are
+          complete after the call for shared experts
+    core.transformer.moe.experts
+      TEGroupedMLP.backward_dw: overridden: computes the twin's gradients
+      SequentialMLP.forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs):
+          overridden: replicas compute, too
+      TEGroupedMLP.forward(permuted_local_hidden_states, tokens_per_expert, permuted_probs):
+          overridden: replicas compute, too
+      SequentialMLP.sharded_state_dict: overridden: restores homes first
+      TEGroupedMLP.sharded_state_dict: overridden: restores homes first
+    core.transformer.moe.token_dispatcher
+      MoEAlltoAllTokenDispatcher(num_local_experts, local_expert_indices, config, pg_collection):
+          built over physical experts
+      MoEAlltoAllTokenDispatcher.preprocess: overridden: sets num_out_tokens, splits and
+          num_global_tokens_per_local_expert
+      MoEAlltoAllTokenDispatcher._maybe_update_cuda_sync_point(point): called where preprocess calls
+          it
+      MoEAllGatherTokenDispatcher(num_local_experts, local_expert_indices, config, pg_collection):
+          built over physical experts
+      MoEFlexTokenDispatcher(num_local_experts, local_expert_indices, config, pg_collection): built
+          over physical experts
+    core.process_groups_config
+      ProcessGroupCollection(ep, expt_tp, tp_ep): the dispatcher's groups
+    core.transformer.transformer_layer
+      TransformerLayer.__init__(config, submodules, layer_number): self_attention runs before mlp:
+          replicas are prefetched during attention
+    core.parallel_state
+      get_pipeline_model_parallel_rank: gives the number of microbatches in flight on this stage
+      get_expert_data_parallel_rank: determines the rank that records a stage
+      get_expert_data_parallel_group: gives the ranks with the same homes
+      get_pipeline_model_parallel_group: gives the stages with one log of metrics
+    core.transformer.moe.router_replay
+      RouterReplayAction.REPLAY_FORWARD: target_topk_idx holds future routes
+    core.tensor_parallel.random
+      is_checkpointing: distinguishes a checkpointed forward from evaluation
+    core.transformer.multi_token_prediction
+      MultiTokenPredictionBlock.forward: runs each layer mtp_num_layers times with
+          mtp_use_repeated_layer
+    core.num_microbatches_calculator
+      get_num_microbatches: an estimate for the first iteration, and an entry of records
+      _GLOBAL_NUM_MICROBATCHES_CALCULATOR: None if the training loop sets no number of microbatches
+    core.distributed.distributed_data_parallel
+      DistributedDataParallel._make_forward_pre_hook: identifies DDP's hooks by this name; they run
+          before parameters are read
+    core.distributed.param_and_grad_buffer
+      _ParamAndGradBucketGroup.start_param_sync: called to gather experts' parameters at the same
+          point on all ranks
+      _ParamAndGradBucketGroup.finish_param_sync(skip_next_bucket_dispatch): called to wait for
+          experts' parameters at the same point on all ranks
+      _ParamAndGradBucketGroup.start_grad_sync: overridden: starts a reduction after all earlier
+          groups have started
+      _ParamAndGradBucketGroup.reset: overridden: runs in every iteration
+    """
 )
-TRAINING_ASSUMPTIONS = (
-    _Assumption(
-        "core.distributed:DistributedDataParallel",
-        ("config", "module"),
-        "construction watched: converts a model before DDP wraps it",
-    ),
-    _Assumption(
-        "training.arguments:add_megatron_arguments",
-        ("parser",),
-        "wrapped: adds the flags",
-    ),
-    *(
-        _Assumption(f"training.global_vars:get_{name}_writer", (), "writes metrics")
-        for name in ("tensorboard", "wandb")
-    ),
+TRAINING_ASSUMPTIONS = _table(
+    """
+    core.distributed
+      DistributedDataParallel(config, module): construction watched: converts a model before DDP
+          wraps it
+    training.arguments
+      add_megatron_arguments(parser): wrapped: adds the flags
+    training.global_vars
+      get_tensorboard_writer: writes metrics
+      get_wandb_writer: writes metrics
+    """
 )
-BRIDGE_ASSUMPTIONS = (
-    _Assumption(
-        "bridge.training.pretrain:runtime_config_update",
-        ("cfg",),
-        "wrapped: makes the settings final",
-    ),
-    _Assumption(
-        "bridge.training.config:ConfigContainer",
-        ("model", "ddp", "dist", "peft"),
-        "holds the settings that we check",
-    ),
-    _Assumption(
-        "bridge.models.model_provider:ModelProviderMixin.register_pre_wrap_hook",
-        ("hook",),
-        "runs the hook",
-    ),
-    _Assumption(
-        "bridge.models.common:ModelConfig",
-        ("pre_wrap_hooks",),
-        "runs the hook",
-    ),
+BRIDGE_ASSUMPTIONS = _table(
+    """
+    bridge.training.pretrain
+      runtime_config_update(cfg): wrapped: makes the settings final
+    bridge.training.config
+      ConfigContainer(model, ddp, dist, peft): holds the settings that we check
+    """
 )
-BRIDGE_METRICS = (
-    *(
-        _Assumption(
-            f"bridge.training.callbacks:Callback.on_train_{when}",
-            ("context",),
-            "overridden: logs metrics",
-        )
-        for when in ("start", "step_end", "end")
-    ),
-    _Assumption(
-        "bridge.training.callbacks:CallbackContext",
-        ("state", "model"),
-        "gives access to the loggers",
-    ),
-    *(
-        _Assumption(f"bridge.training.state:GlobalState.{name}_logger", (), "logs metrics")
-        for name in ("tensorboard", "wandb", "mlflow", "comet")
-    ),
+BRIDGE_METRICS = _table(
+    """
+    bridge.training.callbacks
+      Callback.on_train_start(context): overridden: logs metrics
+      Callback.on_train_step_end(context): overridden: logs metrics
+      Callback.on_train_end(context): overridden: logs metrics
+      CallbackContext(state, model): gives access to the loggers
+    bridge.training.state
+      GlobalState.tensorboard_logger: logs metrics
+      GlobalState.wandb_logger: logs metrics
+      GlobalState.mlflow_logger: logs metrics
+      GlobalState.comet_logger: logs metrics
+    """
 )
 
 
