@@ -46,9 +46,11 @@ __all__ = [
     "HecateConfig",
     "expect_routes",
     "fssdp",
+    "iteration_begins",
     "layer_metrics",
     "release",
     "restore_homes",
+    "weights_changed",
 ]
 # public names of boxes, which are imported on first use
 _BOX_OF = {"expect_routes": "routes.known_routes", "layer_metrics": "record.metrics"}
@@ -130,6 +132,39 @@ def release(model: Any) -> int:
         # all layers of a model share one prefetcher
         return release_memory(module.prefetcher)
     return 0
+
+
+def iteration_begins(model: Any) -> None:
+    """Say that the next training forward begins an iteration.
+
+    Loops that use Megatron's DDP, optimizers and schedules need not call it: FSSDP infers where
+    iterations begin. In a loop without Megatron's schedules weights may change between any two
+    forwards, so that each forward fetches replicas again; from the first call of this function on,
+    they are fetched once per iteration, and after `weights_changed`. Call it on all ranks.
+
+    Args:
+        model: a model chunk or a list of model chunks, wrapped by DDP or not.
+    """
+    for module in _converted_layers(model):
+        # all layers of a model share one clock
+        clock = module.prefetcher.clock
+        clock.is_told = True
+        clock.end_iteration("the loop began another iteration")
+        return
+
+
+def weights_changed(model: Any) -> None:
+    """Say that weights of experts have been written: the next forward fetches replicas again.
+
+    Needed only for writes within an iteration that leave no trace, such as by ``param.data`` in
+    ``forward_step``. Call it on all ranks at the same point.
+
+    Args:
+        model: a model chunk or a list of model chunks, wrapped by DDP or not.
+    """
+    for module in _converted_layers(model):
+        module.prefetcher.clock.weights_changed()
+        return
 
 
 def _converted_layers(model: Any) -> Iterator[Any]:

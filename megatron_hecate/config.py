@@ -106,13 +106,13 @@ class HecateConfig:
         "Replicas that a rank can hold per MoE layer; 0 trains exactly as without FSSDP.",
         _number("slots"),
     )
-    lifetime: Literal["auto", "iteration", "microbatch", "layer"] = _flag(
+    lifetime: Literal["auto", "iteration", "layer"] = _flag(
         "iteration",
-        "How long a replica lives. iteration: fetched once per iteration (least traffic). "
-        "microbatch: fetched once per microbatch. layer: fetched before each forward of its layer "
-        "and again before the backward (least memory). auto: the first of the three that fits into "
-        "memory with the experts' gradients and optimizer state; activations are not counted.",
-        "auto, iteration, microbatch or layer",
+        "How long a replica lives. iteration: fetched once per iteration (least traffic). layer: "
+        "fetched before each forward of its layer and again before the backward (least memory). "
+        "auto: the first of the two that fits into memory with the experts' gradients and "
+        "optimizer state; activations are not counted.",
+        "auto, iteration or layer",
     )
     transport: Literal["auto", "p2p", "nvlink"] = _flag(
         "auto",

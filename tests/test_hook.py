@@ -113,7 +113,7 @@ def test_the_line_that_says_what_is_on() -> None:
         "gradients 192.0 KiB, optimizer 384.0 KiB); "
     )
     assert [row.split()[0] for row in rows] == [
-        *("lifetime", ">", "microbatch", "layer"),
+        *("lifetime", ">", "layer"),
         "megatron_hecate.release(model)",
     ]
     assert rows[1].split()[1] == "iteration"

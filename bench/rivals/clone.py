@@ -25,7 +25,7 @@ class CloneInNode(Planner):
 
     name = "clone-in-node"
     when = "gate"
-    lifetime = "microbatch"
+    lifetime = "layer"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

@@ -25,7 +25,7 @@ class FasterMoE(Planner):
 
     name = "fastermoe"
     when = "gate"
-    lifetime = "microbatch"
+    lifetime = "layer"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

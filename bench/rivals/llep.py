@@ -34,7 +34,7 @@ class LLEP(Planner):
 
     name = "llep"
     when = "gate"
-    lifetime = "microbatch"
+    lifetime = "layer"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

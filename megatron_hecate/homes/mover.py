@@ -62,7 +62,7 @@ class Homes:
         self._states = states
         self._group = group
         self._replica = replica
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._timeout = states[0].config.timeout
         # as built by Megatron
         self.built = self.now
@@ -121,7 +121,7 @@ class Homes:
         """Gather which rank keeps which state of a layer's experts. Collective."""
         return StateOnRanks(
             state.parts.experts.homes(),
-            self._optimizers(),
+            self.optimizers(),
             place=(state.group.rank(), self._replica),
             group=self._group,
         )

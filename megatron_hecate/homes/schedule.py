@@ -23,8 +23,9 @@ from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.homes.mover import Homes, Order
 from megatron_hecate.homes.planner import Choice, HomeAssignment, HomeSearch
-from megatron_hecate.step.iteration_tracker import IterationTracker
+from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
+from megatron_hecate.step.prefetch import Rehoming
 
 # number of iterations since the last search whose loads a search samples
 SAMPLED: int = 16
@@ -32,7 +33,7 @@ SAMPLED: int = 16
 MOST_BYTES: float = 2e9
 
 
-class HomesSchedule:
+class HomesSchedule(Rehoming):
     """Periodic search for better homes of one model, and the moves.
 
     Args:
@@ -41,7 +42,8 @@ class HomesSchedule:
         group: process group as in `Homes`.
         last_loads: function that returns the tokens of the last iteration in this rank's
             expert-parallel group, [L, E]; ``None`` before the first iteration.
-        weights_changed: notifies the model's `IterationTracker` that replicas are out of date.
+        clock: clock of the model.
+        meter: measured costs of copies.
     """
 
     def __init__(
@@ -51,13 +53,15 @@ class HomesSchedule:
         group: dist.ProcessGroup,
         *,
         last_loads: Callable[[], np.ndarray | None],
-        weights_changed: Callable[[], None],
+        clock: Clock,
+        meter: OverlapMeter,
     ) -> None:
         self.homes = homes
         self._states = states
         self._group = group
         self._last_loads = last_loads
-        self._weights_changed = weights_changed
+        self._clock = clock
+        self._meter = meter
         # loads [L, E] of each iteration since the last search
         self._window: list[np.ndarray] = []
         self._last: np.ndarray | None = None
@@ -66,9 +70,7 @@ class HomesSchedule:
         # whether homes changed since ranks last compared their homes
         self._changed = False
 
-    def begin_iteration(
-        self, iteration: int, tracker: IterationTracker, meter: OverlapMeter
-    ) -> None:
+    def iteration_begins(self, iteration: int) -> None:
         """Search for better homes when due, and move experts, before the first forward. Collective.
 
         Nothing moves unless an optimizer has stepped since the last iteration: gradients that wait
@@ -76,8 +78,6 @@ class HomesSchedule:
 
         Args:
             iteration: number to print.
-            tracker: iteration tracker of the model.
-            meter: measured costs of copies.
 
         Raises:
             As `Homes.check` and `Homes.move`.
@@ -88,27 +88,27 @@ class HomesSchedule:
             if last is not None and last is not self._last:
                 self._last = last
                 self._window.append(last)
-            if self._is_due(tracker):
-                better = self._look(iteration, tracker.microbatches or 1, meter)
+            if self._is_due():
+                better = self._look(iteration, self._clock.microbatches or 1)
                 self._wanted = better or self._wanted
                 self._window.clear()
-            if tracker.has_stepped and self._wanted is not None:
+            if self._clock.has_stepped and self._wanted is not None:
                 self._changed = True
                 self.homes.move(self._wanted)
                 self._wanted = None
         except BaseException:
             # a training loop that catches the error begins a new iteration, with new replicas
-            self._weights_changed()
+            self._clock.end_iteration()
             raise
 
-    def _is_due(self, tracker: IterationTracker) -> bool:
+    def _is_due(self) -> bool:
         """Whether enough iterations have passed, and an optimizer stepped or none is known."""
         config = self._states[0].config
         fp16 = self._states[0].parts.layer.config.fp16
         # A search without a visible optimizer raises the error that users need. In fp16 it must not
         # run yet: loss scaling may skip the first steps, so that no optimizer state exists.
-        unseen = not (fp16 or tracker.optimizers())
-        return (tracker.has_stepped or unseen) and len(self._window) >= config.rehome
+        unseen = not (fp16 or self.homes.optimizers())
+        return (self._clock.has_stepped or unseen) and len(self._window) >= config.rehome
 
     def _check(self) -> None:
         """Compare the homes of all ranks if homes changed since the last check.
@@ -132,7 +132,7 @@ class HomesSchedule:
         if self.homes.are_moved:
             wanted = self._wanted or self.homes.now
             self._changed = True
-            self._weights_changed()
+            self._clock.end_iteration()
             self.homes.move(self.homes.built)
             self._wanted = wanted
             self._check()
@@ -146,7 +146,7 @@ class HomesSchedule:
                 "first"
             )
 
-    def _look(self, iteration: int, microbatches: int, meter: OverlapMeter) -> list[Order] | None:
+    def _look(self, iteration: int, microbatches: int) -> list[Order] | None:
         """Search for better homes; returns the order of each layer, or ``None`` if none pays."""
         first = self._states[0]
         load = self._sum_loads()
@@ -154,7 +154,7 @@ class HomesSchedule:
         search = HomeSearch(
             homes=first.parts.homes_only,
             world=first.world,
-            cost=first.copy_cost(microbatches, meter),
+            cost=first.copy_cost(microbatches, self._meter),
             expert_bytes=self.homes.state_of(first).expert_bytes,
             token_seconds=first.shape(microbatches).token_seconds(first.world),
             horizon=first.config.rehome,

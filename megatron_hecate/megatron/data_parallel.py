@@ -28,27 +28,15 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from torch.nn import Module
 
+from megatron_hecate.megatron.events import GradientEvents, StepEvents
 from megatron_hecate.megatron.global_hooks import listen_to_parts, stop_listening_to_parts
 from megatron_hecate.megatron.gradient_buckets import order_buckets
-
-
-class _GradientEvents(Protocol):
-    """Callbacks on the gradients of model chunks."""
-
-    def gradients_wanted(self, chunk: int) -> None:
-        """DDP is about to reduce the gradients of ``chunk``, or the loop may read them."""
-
-    def iteration_ended(self) -> None:
-        """DDP has reduced gradients."""
-
-    def gradients_dropped(self) -> None:
-        """DDP is about to zero gradients."""
 
 
 class _ObservedDDP:
@@ -60,7 +48,7 @@ class _ObservedDDP:
         fssdp_no_syncs: times that ``no_sync`` was entered.
     """
 
-    fssdp_events: _GradientEvents
+    fssdp_events: GradientEvents
     fssdp_chunk: int
     fssdp_no_syncs: int = 0
 
@@ -81,7 +69,7 @@ class _ObservedDDP:
     def finish_grad_sync(self, *args: Any, **kwargs: Any) -> None:
         self.fssdp_events.gradients_wanted(self.fssdp_chunk)
         super().finish_grad_sync(*args, **kwargs)  # type: ignore[misc]
-        self.fssdp_events.iteration_ended()
+        self.fssdp_events.gradients_reduced()
 
     def zero_grad_buffer(self) -> None:
         self.fssdp_events.gradients_dropped()
@@ -120,7 +108,7 @@ class _NoSync:
         return type(None), ()
 
 
-class DataParallel:
+class DataParallel(StepEvents):
     """DDP around each model chunk, detected when DDP wraps the chunk at any depth.
 
     Args:
@@ -134,7 +122,7 @@ class DataParallel:
     def __init__(
         self,
         chunks: Sequence[Module],
-        events: _GradientEvents,
+        events: GradientEvents,
         undo: contextlib.ExitStack,
         *,
         orders: bool,
@@ -159,7 +147,7 @@ class DataParallel:
                 module.fssdp_chunk = index
                 self._ddps[index] = weakref.ref(module)
 
-    def begin_iteration(self) -> None:
+    def iteration_begins(self, iteration: int) -> None:
         """Order buckets of experts before the first backward."""
         stop_listening_to_parts(self)
         self.set_no_sync_func()

@@ -47,11 +47,11 @@ class CountedAlltoAll:
         Returns:
             [P] int64 tokens for each physical expert of this rank.
         """
-        known = self._known
+        exchange_counts = self._known
         self._known = None
-        if known is None or known[0] is not routing_map or not _is_megatrons():
+        if exchange_counts is None or exchange_counts[0] is not routing_map or not _is_megatrons():
             return super().preprocess(routing_map)
-        exchange = known[1]
+        exchange = exchange_counts[1]
         if self.config.moe_expert_capacity_factor is None:
             self.num_out_tokens = routing_map.shape[0] * self.config.moe_router_topk
         else:
@@ -65,9 +65,9 @@ class CountedAlltoAll:
             self.output_splits_tp = exchange.total
         else:
             # sources are numbered by rank first, Megatron's rows by tensor-parallel rank first
-            of_source = exchange.of_source.view(self.ep_size, self.tp_size)
-            self.output_splits = of_source[:, self.tp_rank].contiguous()
-            self.output_splits_tp = of_source.sum(dim=0)
+            source_counts = exchange.of_source.view(self.ep_size, self.tp_size)
+            self.output_splits = source_counts[:, self.tp_rank].contiguous()
+            self.output_splits_tp = source_counts.sum(dim=0)
             received = received.view(self.ep_size, self.tp_size, -1).transpose(0, 1)
         self._maybe_update_cuda_sync_point("before_ep_alltoall")
         if self.num_local_experts > 1:
@@ -102,9 +102,9 @@ def physical_dispatcher(stock: MoETokenDispatcher, num_physical: int) -> MoEToke
         TypeError: for a dispatcher of a class that was not tested with replicas.
     """
     if not isinstance(stock, _KNOWN):
-        known = ", ".join(dispatcher.__name__ for dispatcher in _KNOWN)
+        names = ", ".join(dispatcher.__name__ for dispatcher in _KNOWN)
         raise TypeError(
-            f"the token dispatcher is a {type(stock).__name__}; FSSDP knows {known} "
+            f"the token dispatcher is a {type(stock).__name__}; FSSDP knows {names} "
             "(--moe-token-dispatcher-type allgather, alltoall or flex)"
         )
     config = copy.copy(stock.config)

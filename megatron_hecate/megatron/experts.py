@@ -104,8 +104,8 @@ class PhysicalExperts:
         ]
         shapes = format_shapes(self.home(0))
         for index, home in enumerate(self.homes()):
-            if (other := format_shapes(home)) != shapes:
-                raise ValueError(explain_difference(index, f"parameters of {other}", shapes))
+            if (home_shapes := format_shapes(home)) != shapes:
+                raise ValueError(explain_difference(index, f"parameters of {home_shapes}", shapes))
         self.description = f"parameters of {shapes} and activation {describe_activation(experts)}"
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.home(0)),
@@ -206,16 +206,16 @@ class PhysicalExperts:
             microbatches=microbatches,
         )
 
-    def compute_delayed(self, carried: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def compute_delayed(self, placeholders: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Compute the delayed weight gradients of the oldest backward, flat over physical experts.
 
         Args:
-            carried: gradients that autograd passed on instead: placeholders for weights, and in fp8
-                the gradients of biases.
+            placeholders: gradients that autograd passed on instead: placeholders for weights, and
+                in fp8 the gradients of biases.
         """
         assert self.grouped is not None
         computed = self.grouped.compute_delayed()
-        grads = list(carried)
+        grads = list(placeholders)
         for part, (name, fused) in enumerate(zip(self._names, self.layout.fused, strict=True)):
             for i, grad in enumerate(computed[name]):
                 if not fused and grad is not None and grad.numel():
@@ -306,7 +306,7 @@ class FSSDPExperts:
         hidden_states: Tensor,
         tokens_per_expert: Tensor,
         probs: Tensor,
-        *rest: Any,
+        *more_inputs: Any,
         **kwargs: Any,
     ) -> Any:
         physical = self.physical
@@ -319,7 +319,7 @@ class FSSDPExperts:
             # the counts of empty slots follow the counts of homes
             if tokens_per_expert.shape[0] > physical.num_homes:
                 tokens_per_expert = tokens_per_expert[: physical.num_homes]
-            return super().forward(hidden_states, tokens_per_expert, probs, *rest, **kwargs)
+            return super().forward(hidden_states, tokens_per_expert, probs, *more_inputs, **kwargs)
         if physical.twin.training != self.training:
             physical.twin.train(self.training)
         replicas = running.replicas
@@ -336,14 +336,14 @@ class FSSDPExperts:
                 weight.offloading_activation = False
         if sys.flags.dev_mode:
             assert not tokens_per_expert[physical.num_computed :].any(), "tokens in empty slots"
-        inputs = (hidden_states, tokens_per_expert[: physical.num_computed], probs, *rest)
-        output, *others = physical.compute(weights, *inputs, **kwargs)
+        inputs = (hidden_states, tokens_per_expert[: physical.num_computed], probs, *more_inputs)
+        output, *more_outputs = physical.compute(weights, *inputs, **kwargs)
         if physical.grouped is not None:
             physical.grouped.pass_over()
         if replicas.after_backward is not None:
             # quantized copies must not outlive replicas that are dropped after their backward
             physical.drop_quantized(physical.num_homes)
-        return replicas.computed_by(output), *others
+        return replicas.computed_by(output), *more_outputs
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Move experts back to their original ranks, then call Megatron's method. Collective."""
@@ -357,8 +357,8 @@ class FSSDPExperts:
             super().backward_dw()
             return
         self.settle()
-        carried, take = self.physical.delayed.popleft()
-        self.physical.unsettled = take(self.physical.compute_delayed(carried))
+        placeholders, take = self.physical.delayed.popleft()
+        self.physical.unsettled = take(self.physical.compute_delayed(placeholders))
         if not self.config.delay_wgrad_compute:
             # without the setting, the layer does not call `settle` after the attention's backward
             self.settle()

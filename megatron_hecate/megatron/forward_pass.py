@@ -25,8 +25,8 @@ class LayerIteration:
         number: iteration of the plan; `NO_ITERATION` forces a new plan.
         plan: transfers of this rank that fetch the replicas; ``None`` without replicas.
         replicas: replicas of the next or running forward.
-        fetched_weights: number of the homes' weights that were fetched last, see `Prefetcher`;
-            ``None`` before the first fetch.
+        fetched_epoch: epoch of the weights that were fetched last (`step.clock`); ``None`` before
+            the first fetch.
         is_prepared: whether the replicas of the next forward are in flight.
         expects_late: whether the next forward may fetch late replicas.
     """
@@ -36,21 +36,22 @@ class LayerIteration:
     number: int = NO_ITERATION
     plan: TransferPlan | None = None
     replicas: Replicas | None = None
-    fetched_weights: int | None = None
+    fetched_epoch: int | None = None
     is_prepared: bool = False
     expects_late: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class ForwardPass:
-    """One forward of one layer, from before its router until the layer's next forward.
+    """One forward of one layer, from before its router until its combine.
 
     Args:
         purpose: purpose of the forward.
         replicas: replicas that the forward computes with.
+        is_traced: whether spans are recorded.
         joined_homes: pending gradients and the token that autograd sees, if homes were joined to
             their replicas before the attention.
-        is_traced: whether spans are recorded.
+        is_dispatched: whether the tokens have been dispatched.
         is_replayed: whether a graph holds parts of the forward, which began before the attention.
         is_counted: whether the load monitor's sums include its tokens.
         num_tokens: rows of the experts' input, one per token and chosen expert.
@@ -58,8 +59,9 @@ class ForwardPass:
 
     purpose: Forward
     replicas: Replicas | None
-    joined_homes: tuple[PendingGradients, Tensor] | None
     is_traced: bool
+    joined_homes: tuple[PendingGradients, Tensor] | None = None
+    is_dispatched: bool = False
     is_replayed: bool = False
     is_counted: bool = False
     num_tokens: int = 0

@@ -167,10 +167,10 @@ def order_buckets(ddp: DistributedDataParallel) -> None:
     if not groups or not ddp.ddp_config.overlap_grad_reduce:
         return
     order = _Order(groups)
-    point_of = {}
+    points = {}
     for module in ddp.modules():
         if (point := getattr(module, "reduction_point", None)) is not None:
-            point_of.update(dict.fromkeys(module.parameters(), point))
+            points.update(dict.fromkeys(module.parameters(), point))
             if ddp.expt_dp_group.size() > 1:
                 point.order = order
     kinds = {}
@@ -178,5 +178,5 @@ def order_buckets(ddp: DistributedDataParallel) -> None:
         kinds[base] = type(f"Ordered{base.__name__}", (_OrderedReduction, base), {})
     for group in groups:
         group.order = order
-        group.points = frozenset(point_of[p] for p in group.params if p in point_of)
+        group.points = frozenset(points[p] for p in group.params if p in points)
         group.__class__ = kinds[type(group)]

@@ -132,9 +132,9 @@ class GroupedExperts:
         The stores stay in use, because forwards in flight hold references.
         """
         for name in _LINEARS:
-            left = getattr(self.twin, name).wgrad_store.context
-            while not left.empty():
-                left.get()
+            queue = getattr(self.twin, name).wgrad_store.context
+            while not queue.empty():
+                queue.get()
 
     def run_gradient_hooks(self) -> None:
         """Run DDP's hooks for complete gradients of the homes, as TE's ``backward_dw`` does."""
@@ -154,11 +154,13 @@ class _Operators:
     """
 
     def __init__(self, twin: TEGroupedMLP) -> None:
-        if missing := [name for name in assumptions.FUSED_ASSUMPTIONS if not hasattr(twin, name)]:
+        if missing_names := [
+            name for name in assumptions.FUSED_ASSUMPTIONS if not hasattr(twin, name)
+        ]:
             raise ValueError(
                 f"{type(twin).__name__} with use_transformer_engine_op_fuser lacks "
-                f"{', '.join(missing)}; set model.use_transformer_engine_op_fuser=false or leave "
-                "out --use-transformer-engine-op-fuser"
+                f"{', '.join(missing_names)}; set model.use_transformer_engine_op_fuser=false or "
+                "leave out --use-transformer-engine-op-fuser"
             )
         self._twin = twin
         self._linears = [getattr(twin, name) for name in _LINEARS]
@@ -199,16 +201,16 @@ class _Operators:
     def _make(self, dtype: torch.dtype) -> None:
         """Create operators by Megatron's method, over placeholders for weights of ``dtype``."""
         stand_in = Parameter(torch.empty(0, dtype=dtype, device="meta"))
-        missing = [linear._parameters for linear in self._linears]
-        for linear, names in zip(self._linears, missing, strict=True):
+        parameter_dicts = [linear._parameters for linear in self._linears]
+        for linear, names in zip(self._linears, parameter_dicts, strict=True):
             linear._parameters = dict.fromkeys(names, stand_in)
         try:
-            made = self._twin._make_fused_ops()
+            operators = self._twin._make_fused_ops()
         finally:
-            for linear, names in zip(self._linears, missing, strict=True):
+            for linear, names in zip(self._linears, parameter_dicts, strict=True):
                 linear._parameters = names
-        self._sequence = type(made)
-        self._last = list(made)
+        self._sequence = type(operators)
+        self._last = list(operators)
         assert len(self._last) == 3, f"{self._last}: not a linear, an activation and a linear"
         for linear, operator in zip(self._linears, self._last[::2], strict=True):
             operator.wgrad_store = linear.wgrad_store
@@ -220,14 +222,14 @@ def _nothing() -> None:
 
 def _check_linear(name: str, linear: Module) -> None:
     """Raise ValueError for a linear that replicas cannot be computed with."""
-    missing = [
+    missing_names = [
         attribute for attribute in assumptions.TE_ASSUMPTIONS if not hasattr(linear, attribute)
     ]
-    if missing:
+    if missing_names:
         raise ValueError(
-            f"TEGroupedMLP.{name} is a {type(linear).__name__} without {', '.join(missing)}; FSSDP "
-            "needs TransformerEngine's GroupedLinear with one weight per expert, and is tested "
-            "from version 2.9 on"
+            f"TEGroupedMLP.{name} is a {type(linear).__name__} without {', '.join(missing_names)}; "
+            "FSSDP needs TransformerEngine's GroupedLinear with one weight per expert, and is "
+            "tested from version 2.9 on"
         )
     # set by Megatron from quant_recipe
     recipe = getattr(getattr(linear, "te_quant_params", None), "training_recipe", None)
@@ -251,12 +253,14 @@ def _wide(linear: Module, num_gemms: int) -> Module:
         for i in range(num_gemms):
             setattr(wide, f"bias{i}", linear.bias0)
     # TE's state per GEMM, as in a new module
-    own: dict[str, Any] = dict(
+    attributes: dict[str, Any] = dict(
         num_gemms=num_gemms,
         fp8_meta={"fp8_checkpoint": False, "fp8_group": None},
         fp8_meta_tensors_initialized=False,
         fp8_initialized=False,
-        quantizers={way: type(of_way)() for way, of_way in linear.quantizers.items()},
+        quantizers={
+            direction: type(quantizer)() for direction, quantizer in linear.quantizers.items()
+        },
         _fp8_workspaces={},
         _custom_quantizer_cache={},
         wgrad_store=_new_store(linear),
@@ -264,7 +268,7 @@ def _wide(linear: Module, num_gemms: int) -> Module:
         # added
         is_first_microbatch=False,
     )
-    wide.__dict__.update(own)
+    wide.__dict__.update(attributes)
     return wide
 
 

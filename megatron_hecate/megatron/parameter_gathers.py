@@ -100,8 +100,9 @@ def _bucket_groups(experts: Module) -> list[Any]:
     groups: dict[Any, None] = {}
     for hook in _ddp_hooks(experts):
         # frozen parameters have no bucket group
-        group_of = _ddp_of(hook).param_to_bucket_group
-        groups.update(dict.fromkeys(group_of[p] for p in experts.parameters() if p in group_of))
+        by_parameter = _ddp_of(hook).param_to_bucket_group
+        bucketed = [p for p in experts.parameters() if p in by_parameter]
+        groups.update(dict.fromkeys(by_parameter[p] for p in bucketed))
     return list(groups)
 
 

@@ -46,14 +46,14 @@ def may_replay(routers: Iterable[Module]) -> bool:
     )
 
 
-def next_routes(layer: Module, most: int) -> list[tuple[Tensor, Tensor | None]]:
+def next_routes(layer: Module, limit: int) -> list[tuple[Tensor, Tensor | None]]:
     """List the routes of the next forwards of a layer; empty where the next one does not replay.
 
     Megatron's router holds the routes of one forward, slime's and miles' those of a whole rollout.
 
     Args:
         layer: MoE layer.
-        most: upper bound on forwards.
+        limit: upper bound on forwards.
 
     Returns:
         For each forward, in order: experts of each token, [T, k], below 0 where the router chooses;
@@ -63,9 +63,9 @@ def next_routes(layer: Module, most: int) -> list[tuple[Tensor, Tensor | None]]:
         return []
     replay = _replay(layer, "routing_replay")
     if _is_listed(replay):
-        ahead = replay.top_indices_list[replay.forward_index : replay.forward_index + most]
+        next_indices = replay.top_indices_list[replay.forward_index : replay.forward_index + limit]
         # An entry may also be an object that makes its tensor when the router asks for it.
-        return [(routes, None) for routes in takewhile(_is_tensor, ahead)]
+        return [(routes, None) for routes in takewhile(_is_tensor, next_indices)]
     replay = _replay(layer, "router_replay")
     routes = None if replay is None else replay.target_topk_idx
     return [] if routes is None else [(routes, getattr(replay, "target_replay_mask", None))]

@@ -32,21 +32,21 @@ def list_parameters(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
     Raises:
         ValueError: if the experts differ, or have no parameters.
     """
-    first, *others = experts.local_experts
+    first, *further_experts = experts.local_experts
     names = [name for name, _ in first.named_parameters()]
     if not names:
         raise ValueError(
             f"expert 0 of this rank, a {type(first).__name__}, has no parameters; FSSDP has "
             "replicas for equal experts: leave --moe-fssdp off"
         )
-    wanted = _properties(first)
-    for index, expert in enumerate(others, 1):
+    first_properties = _properties(first)
+    for index, expert in enumerate(further_experts, 1):
         properties = _properties(expert)
-        for name in {**wanted, **properties}:
-            of_expert, of_first = properties.get(name), wanted.get(name)
-            if of_expert != of_first:
-                shown = (f"{name}={_shown(of_expert)}", f"{name}={_shown(of_first)}")
-                raise ValueError(explain_difference(index, *shown))
+        for name in {**first_properties, **properties}:
+            expert_value, first_value = properties.get(name), first_properties.get(name)
+            if expert_value != first_value:
+                texts = (f"{name}={_shown(expert_value)}", f"{name}={_shown(first_value)}")
+                raise ValueError(explain_difference(index, *texts))
     linears = [first.get_submodule(name.rpartition(".")[0]) for name in names]
     return [f"local_experts.{{}}.{name}" for name in names], linears
 
@@ -75,10 +75,10 @@ def _shown(value: Any) -> str:
     return str(getattr(value, "__qualname__", value))
 
 
-def explain_difference(index: int, of_expert: str, of_first: str) -> str:
+def explain_difference(index: int, expert_text: str, first_text: str) -> str:
     """Explain why the expert ``index`` of this rank has no replicas."""
     return (
-        f"expert {index} of this rank has {of_expert}, expert 0 has {of_first}; replicas need "
+        f"expert {index} of this rank has {expert_text}, expert 0 has {first_text}; replicas need "
         "experts of one kind and size: make them equal, or leave --moe-fssdp off"
     )
 

@@ -49,24 +49,24 @@ class StoredWeights:
         parts: list[Tensor] = []
         for _, _, part in self._stored():
             parts.append(part.detach().view(-1).view(torch.uint8))
-            if missing := _padded(part) - part.nbytes:
-                parts.append(_padding(part.device)[:missing])
+            if padding := _padded(part) - part.nbytes:
+                parts.append(_padding(part.device)[:padding])
         return parts
 
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
         """View ``chunk`` [nbytes] uint8 as another expert's parameters of the same kinds."""
-        found: list[dict[str, Tensor]] = [{} for _ in self._expert]
+        tensors: list[dict[str, Tensor]] = [{} for _ in self._expert]
         begin = 0
         for index, name, part in self._stored():
             data = chunk[begin : begin + part.nbytes]
-            found[index][name] = data.view(part.dtype).view(part.shape)
+            tensors[index][name] = data.view(part.dtype).view(part.shape)
             begin += _padded(part)
         weights: list[Tensor] = []
-        for weight, own in zip(self._expert, found, strict=True):
+        for weight, weight_tensors in zip(self._expert, tensors, strict=True):
             if _is_quantized(weight):
-                weights.append(_quantized_like(weight, own))
+                weights.append(_quantized_like(weight, weight_tensors))
             else:
-                weights.append(own[""])
+                weights.append(weight_tensors[""])
         return weights
 
     def drop_derived(self) -> None:
@@ -81,16 +81,16 @@ class StoredWeights:
         """List all tensors to transfer as (parameter, name, tensor)."""
         stored = []
         for index, weight in enumerate(self._expert):
-            own = {"": weight}
+            tensors = {"": weight}
             if _is_quantized(weight):
                 metadata = weight.get_metadata()  # type: ignore[attr-defined]
                 derived = "columnwise" if metadata.get("is_2D_scaled") else "data_transpose"
-                own = {
+                tensors = {
                     k: v
                     for k, v in metadata.items()
                     if isinstance(v, Tensor) and not k.startswith(derived)
                 }
-            stored += [(index, name, part) for name, part in own.items()]
+            stored += [(index, name, part) for name, part in tensors.items()]
         return stored
 
 

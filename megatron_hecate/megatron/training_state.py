@@ -68,10 +68,10 @@ def _is_checkpointed() -> bool:
     if is_checkpointing():
         return True
     # a reentrant checkpoint of torch or TE is visible on the stack only
-    found = [torch.utils.checkpoint.CheckpointFunction]
+    functions = [torch.utils.checkpoint.CheckpointFunction]
     if (te := sys.modules.get("transformer_engine.pytorch.distributed")) is not None:
-        found.append(te._CheckpointFunction)
-    codes = [function.forward.__code__ for function in found]
+        functions.append(te._CheckpointFunction)
+    codes = [function.forward.__code__ for function in functions]
     frame = sys._getframe()
     while frame is not None and frame.f_code not in codes:
         frame = frame.f_back
@@ -126,8 +126,8 @@ def forwards_in_flight(config: Any, chunks: Sequence[int]) -> int:
     elif interleaved == 1:
         passes = stages - stage
     else:
-        together = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
-        passes = 2 * (stages - stage - 1) + (interleaved - 1) * together + 1
+        group_size = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
+        passes = 2 * (stages - stage - 1) + (interleaved - 1) * group_size + 1
     if getattr(config, "overlap_moe_expert_parallel_comm", False):
         passes += 1
     return passes * per_chunk

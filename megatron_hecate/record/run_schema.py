@@ -112,7 +112,7 @@ HEADER: dict[str, Any] = {
     },
     "memory": dict.fromkeys((*_MEMORY, "[connected]", "token", "kept"), _number(0)),
     "[job]": {f"[{name}]": rule for name, rule in _JOB.items()},
-    "lifetime": _one_of("", "iteration", "microbatch", "layer"),
+    "lifetime": _one_of("", "iteration", "layer"),
     "transport": _one_of("", "p2p", "nvlink"),
     "overlap_degree": _Rule(
         "null or an integer", lambda value: value is None or type(value) is int

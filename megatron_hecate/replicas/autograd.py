@@ -85,11 +85,11 @@ class PendingGradients:
         self._taken = grads
 
     def _complete_taken(self) -> list[Tensor | None]:
-        taken = self._taken
+        gradients = self._taken
         self._taken = None
-        if taken is None:
-            taken = [None] * (len(self.homes) * len(self.layout.shapes))
-        return self.complete(taken)
+        if gradients is None:
+            gradients = [None] * (len(self.homes) * len(self.layout.shapes))
+        return self.complete(gradients)
 
     def delay(self) -> None:
         """Expect the gradients of the homes after the experts' backward, by `computed_later`."""
@@ -178,9 +178,9 @@ class PendingGradients:
             return None
         if False in self._trained(index):
             return None
-        found = [getattr(p, "main_grad", None) for p in self.homes[index]]
-        fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in found)
-        return found if fp32 else None
+        grads = [getattr(p, "main_grad", None) for p in self.homes[index]]
+        fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in grads)
+        return grads if fp32 else None
 
     def add(self, index: int, total: Tensor) -> None:
         """Add a home's sum to ``main_grad`` where it exists; else keep it for autograd.
@@ -246,15 +246,15 @@ class PendingGradients:
             views = [None] * parts if total is None else self.layout.views(total)
             if total is not None and total.is_cuda:
                 total.record_stream(torch.cuda.current_stream())
-            for at, part in enumerate(views, index * parts):
-                p = self.homes[index][at - index * parts]
-                grad = grads[at]
-                if not trained[at - index * parts]:
+            weights = zip(self.homes[index], views, trained, strict=True)
+            for number, (p, part, is_trained) in enumerate(weights, index * parts):
+                grad = grads[number]
+                if not is_trained:
                     continue
                 if part is not None:
-                    grads[at] = (part if grad is None else part + grad).to(p.dtype)
+                    grads[number] = (part if grad is None else part + grad).to(p.dtype)
                 elif grad is None:
-                    grads[at] = torch.zeros_like(p)
+                    grads[number] = torch.zeros_like(p)
         # Another backward through the same forward may return nothing.
         self._replicated = ()
         self._sums.clear()

@@ -46,21 +46,21 @@ class BoundWeights:
         grads: Sequence[Tensor] | None,
     ) -> None:
         self.plan = plan
-        own = list(chain.from_iterable(homes))
+        home_weights = list(chain.from_iterable(homes))
         # Of the homes, when the weights were bound.
-        self.requires_grad = [p.requires_grad for p in own]
+        self.requires_grad = [p.requires_grad for p in home_weights]
         self.is_trained = trained is not None
         # An empty slot may hold any values: it has no tokens. Detached tensors are no views, whose
         # nodes autograd would replace after writes.
-        of_slots = [part.detach() for part in chain.from_iterable(replicas)]
-        self.weights = [p.detach() for p in own] + of_slots
+        slot_weights = [part.detach() for part in chain.from_iterable(replicas)]
+        self.weights = [p.detach() for p in home_weights] + slot_weights
         parts = len(layout.shapes)
         self._num_homes = len(homes)
         self._num_weights = len(self.weights)
         # Homes' weights in `weights` by parameter, for parameters of fused GEMMs, each with the
         # first home's.
         self._fused = [
-            (slice(part, len(own), parts), own[part])
+            (slice(part, len(home_weights), parts), home_weights[part])
             for part, is_fused in enumerate(layout.fused)
             if is_fused
         ]
@@ -78,13 +78,17 @@ class BoundWeights:
         elif layout.is_grouped:
             for expert in (*range(len(homes)), *(len(homes) + slot for slot in plan.slots)):
                 is_computed[expert * parts : (expert + 1) * parts] = [True] * parts
-        self._passed = [at for at, is_fused in enumerate(fused) if is_computed[at] and not is_fused]
-        self._dropped = [at for at in self._passed if at < len(own) and not trained[at]]
+        self._passed = [
+            index for index, is_fused in enumerate(fused) if is_computed[index] and not is_fused
+        ]
+        self._dropped = [
+            index for index in self._passed if index < len(home_weights) and not trained[index]
+        ]
         if not layout.fuses_any:
             return
         fused = tuple(map(operator.and_, fused, is_computed))
         _require_grads(list(compress(self.weights, fused)))
-        main_grads = [getattr(p, "main_grad", None) for p in own]
+        main_grads = [getattr(p, "main_grad", None) for p in home_weights]
         main_grads += chain.from_iterable(map(layout.views, grads or ()))
         for weight, main_grad, is_fused in zip(
             self.weights, main_grads, fused, strict=grads is not None
@@ -106,32 +110,32 @@ class BoundWeights:
         Returns:
             The experts' input and their weights, a flat list.
         """
-        carried = [self.weights[at] for at in self._passed]
-        hidden, *passed = _join_experts(partial(self._take, take), token, hidden, *carried)
-        if not passed:
+        unfused = [self.weights[index] for index in self._passed]
+        hidden, *joined = _join_experts(partial(self._take, take), token, hidden, *unfused)
+        if not joined:
             return hidden, self.weights
         weights = list(self.weights)
-        for at, weight in zip(self._passed, passed, strict=True):
-            weights[at] = weight
+        for index, weight in zip(self._passed, joined, strict=True):
+            weights[index] = weight
         return hidden, weights
 
     def _take(
         self,
         take: Callable[[Any, list[Tensor | None]], None],
         node: Any,
-        passed: Sequence[Tensor | None],
+        grads_of_unfused: Sequence[Tensor | None],
     ) -> None:
         grads: list[Tensor | None] = [None] * self._num_weights
-        for at, grad in zip(self._passed, passed, strict=True):
-            grads[at] = grad
-        for of_homes, home in self._fused:
+        for index, grad in zip(self._passed, grads_of_unfused, strict=True):
+            grads[index] = grad
+        for home_grads, home in self._fused:
             # A home may be quantized; its gradient is not.
             placeholder = torch.empty(home.shape, dtype=home.dtype, device=home.device)
             # One view per home: autograd steals a gradient to which it has the only reference,
             # and copies any other.
-            grads[of_homes] = placeholder.expand(self._num_homes, *home.shape).unbind()
-        for at in self._dropped:
-            grads[at] = None
+            grads[home_grads] = placeholder.expand(self._num_homes, *home.shape).unbind()
+        for index in self._dropped:
+            grads[index] = None
         take(node, grads)
 
 

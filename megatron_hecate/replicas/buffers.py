@@ -3,7 +3,6 @@
 | lifetime | buffers for weights | buffers for gradients |
 |---|---|---|
 | ``iteration`` | one per layer | one per layer: accumulates the gradients of all microbatches |
-| ``microbatch`` | one per layer and microbatch in flight | two, used by layers in turn |
 | ``layer`` | two, used by layers in turn | two, used by layers in turn |
 
 A *buffer* has room for all replicas of one layer on this rank. Layers of different size share
@@ -15,16 +14,19 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from megatron_hecate.comm.transfer import Transfer, has_one_queue, transfer_stream
-from megatron_hecate.comm.transport import LayerBuffer, Transport, chunks_in
+from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport, chunks_in
 from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
+
+if TYPE_CHECKING:
+    from megatron_hecate.replicas.bound_weights import BoundWeights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +51,6 @@ FETCHED_TOGETHER: int = 2
 
 LIFETIMES: dict[str, _Lifetime] = {
     "iteration": _Lifetime(fetches=0, returns=0, ahead=4),
-    "microbatch": _Lifetime(fetches=1, returns=1, ahead=1),
     "layer": _Lifetime(fetches=2, returns=1, ahead=1),
 }
 
@@ -67,30 +68,26 @@ class BufferSizes:
     grads: tuple[int, ...]
 
     @classmethod
-    def plan(cls, layers: Sequence[LayerBuffer], lifetime: str, *, in_flight: int) -> BufferSizes:
+    def plan(cls, layers: Sequence[LayerBuffer], lifetime: str) -> BufferSizes:
         """Compute the sizes of the buffers for ``layers``.
 
         Args:
             layers: sizes of every layer on this rank, by index.
             lifetime: lifetime of the replicas.
-            in_flight: upper bound of the forwards of layers whose backward has not run, summed over
-                all layers.
         """
         if not any(layer.slots for layer in layers):
             return cls((), ())
-        turns = [layers[turn::2] for turn in range(min(2, len(layers)))]
-        grads_in_turn = tuple(max(layer.grad_bytes for layer in turn) for turn in turns)
         if lifetime == "iteration":
             return cls(
                 tuple(layer.weight_bytes for layer in layers),
                 tuple(layer.grad_bytes for layer in layers),
             )
-        if lifetime == "microbatch":
-            largest = max(layer.weight_bytes for layer in layers)
-            return cls((largest,) * in_flight, grads_in_turn)
         assert lifetime == "layer", lifetime
-        weights_in_turn = tuple(max(layer.weight_bytes for layer in turn) for turn in turns)
-        return cls(weights_in_turn, grads_in_turn)
+        turns = [layers[turn::2] for turn in range(min(2, len(layers)))]
+        return cls(
+            tuple(max(layer.weight_bytes for layer in turn) for turn in turns),
+            tuple(max(layer.grad_bytes for layer in turn) for turn in turns),
+        )
 
     @property
     def total(self) -> int:
@@ -110,14 +107,14 @@ class Buffer:
         self._chunks: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         # Results of `parts` by number, elements and data type of the slots, and by layout.
         self._parts: dict[tuple[int, int, torch.dtype, ChunkLayout], list[list[Tensor]]] = {}
-        # Owner of the content (a transfer plan), compared by identity.
-        self.holds: Any = None
+        # Transfers that fetched the content, compared by identity.
+        self.holds: TransferPlan | None = None
         # The transfer in flight that fills or empties the buffer.
         self.transfer: Transfer | None = None
         # Called if the transfer's result was never consumed.
         self.abandon: Callable[[], None] | None = None
-        # `bound_weights.BoundWeights` over this memory, by index of the layer.
-        self.bound: dict[int, Any] = {}
+        # Weights over this memory, by index of the layer.
+        self.bound: dict[int, BoundWeights] = {}
         # True if the memory is zero once `_to_zero` is zeroed and `_zeroed` has occurred.
         self._is_zero = False
         self._to_zero: Sequence[Tensor] = ()
@@ -229,14 +226,14 @@ class Buffer:
                 part.zero_()
             self._zeroed = stream.record_event()
 
-    def hold(self, owner: Any) -> None:
-        """Drop the content, and reserve the buffer for ``owner``.
+    def hold(self, transfers: TransferPlan) -> None:
+        """Drop the content, and reserve the buffer for what ``transfers`` fetch.
 
         In Python's development mode (``PYTHONDEVMODE=1``) the dropped content is overwritten with
         NaN.
         """
         self.wait()
-        self.holds = owner
+        self.holds = transfers
         if sys.flags.dev_mode:
             # These bytes are NaN in fp32, bf16 and fp16.
             self._memory.fill_(0xFF)
@@ -249,7 +246,6 @@ class BufferPool:
         transport: allocator of the buffers, in memory that it can access.
         layers: sizes of every layer on this rank, by index.
         lifetime: lifetime of the replicas.
-        in_flight: upper bound of the forwards in flight, see `BufferSizes.plan`.
         device: device of the layers.
     """
 
@@ -259,13 +255,12 @@ class BufferPool:
         layers: Sequence[LayerBuffer],
         lifetime: str,
         *,
-        in_flight: int,
         device: torch.device,
     ) -> None:
         self.transport = transport
         self.layers = layers
         self.lifetime = lifetime
-        sizes = BufferSizes.plan(layers, lifetime, in_flight=in_flight)
+        sizes = BufferSizes.plan(layers, lifetime)
         with lasting_tensors():
             memory = transport.allocate(sizes.total, layers, device)
             buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
@@ -273,8 +268,6 @@ class BufferPool:
         self.nbytes = sizes.total + transport.extra_bytes(layers)
         self._weights = buffers[: len(sizes.weights)]
         self._grads = buffers[len(sizes.weights) :]
-        # Free buffers for weights. Only lifetime ``microbatch`` takes from the list.
-        self._free = list(self._weights)
         self.reset_because = ""
         Attempt.current().at_end(self.release)
 
@@ -287,33 +280,9 @@ class BufferPool:
         # no layers have room here any more
         self.layers = ()
 
-    def weights(self, layer: int, *, label: str) -> Buffer:
-        """Return the buffer for weights of ``layer`` in one microbatch.
-
-        With lifetime ``iteration`` it is the same buffer in all microbatches.
-
-        Raises:
-            RuntimeError: if more microbatches are in flight than the schedule has (lifetime
-                ``microbatch``).
-        """
-        if self.lifetime != "microbatch":
-            return self._weights[layer % len(self._weights)]
-        if not self._free:
-            raise RuntimeError(
-                f"{label}: all {len(self._weights)} buffers hold replicas of microbatches whose "
-                "backward has not run; the schedule runs more forwards ahead than Megatron's "
-                "schedules do, or backwards were left out, as those of recomputed layers behind "
-                "frozen ones; use --moe-fssdp-lifetime layer, and run forwards without a backward "
-                "under torch.no_grad()"
-            )
-        return self._free.pop()
-
-    def free(self, buffer: Buffer) -> None:
-        """Free a buffer from `weights`."""
-        if self.lifetime == "microbatch":
-            assert buffer not in self._free
-            buffer.hold(None)
-            self._free.append(buffer)
+    def weights(self, layer: int) -> Buffer:
+        """Return the buffer for weights of ``layer``."""
+        return self._weights[layer % len(self._weights)]
 
     def grads(self, layer: int) -> Buffer:
         """Return the buffer for gradients of the replicas of ``layer``; wait for it before use."""
@@ -328,7 +297,7 @@ class BufferPool:
             buffer.bound.clear()
 
     def reset(self, cause: str) -> None:
-        """Wait for all transfers, drop all content and free all buffers.
+        """Wait for all transfers and drop all content.
 
         Args:
             cause: end of a sentence, for errors of later uses of dropped replicas.
@@ -338,4 +307,3 @@ class BufferPool:
         # without a copy in host memory).
         for buffer in (*self._weights, *self._grads):
             buffer.reset()
-        self._free = list(self._weights)

@@ -22,6 +22,7 @@ from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import PendingGradients, release
 from megatron_hecate.replicas.bound_weights import BoundWeights
+from megatron_hecate.replicas.replica_state import ReplicaState, transition
 from megatron_hecate.replicas.slots import ReplicaSlots
 
 
@@ -65,16 +66,25 @@ class Replicas:
         self.placement = placement
         self.plan = plan
         self._meter = meter
-        self.buffer = slots.pool.weights(slots.index, label=slots.label)
+        self.buffer = slots.pool.weights(slots.index)
         self._grad_buffer = slots.pool.grads(slots.index)
-        # Backward passes whose gradients wait on this rank.
-        self.unreturned = 0
+        self.state = ReplicaState.EMPTY
+        # Backward passes that have run.
         self.backwards = 0
-        self.computed = False
 
-    def drop_unreturned(self) -> None:
+    def _become(self, state: ReplicaState) -> None:
+        self.state = transition(self.state, state, self.label)
+
+    @property
+    def is_accumulating(self) -> bool:
+        """True if gradients of backwards wait on this rank."""
+        return self.state is ReplicaState.ACCUMULATING
+
+    def drop_waiting(self) -> None:
         """Forget waiting gradients of an abandoned iteration."""
-        self.unreturned = self.backwards = 0
+        if self.is_accumulating:
+            self._become(ReplicaState.HELD)
+        self.backwards = 0
 
     def return_waiting(self) -> PendingGradients:
         """Begin to return waiting gradients, outside of any backward.
@@ -92,7 +102,12 @@ class Replicas:
             self._fetch(self.plan)
 
     def refresh(self, plan: TransferPlan) -> None:
-        """Begin to fetch the homes' current weights with ``plan``, an equal of the old plan."""
+        """Begin to fetch the homes' current weights with ``plan``, an equal of the old plan.
+
+        Collective where gradients wait: they return first.
+        """
+        if self.is_accumulating:
+            self.return_waiting().arrive()
         self.plan = plan
         self.start()
 
@@ -107,6 +122,7 @@ class Replicas:
             label=self.label,
             timed=timed,
         )
+        self._become(ReplicaState.FETCHING)
         if self._meter is not None and timed:
             self._meter.follow(self.buffer.transfer, max(len(plan.sends), len(plan.receives)))
 
@@ -120,16 +136,14 @@ class Replicas:
             placement: new placement.
             plan: this rank's transfers for all replicas of ``placement``.
         """
-        assert not self.computed, (
-            f"{self.label}: replicas cannot be replaced once they have computed"
-        )
+        assert not self.backwards, f"{self.label}: replicas are replaced after a backward"
         self.start()
-        self.buffer.wait()
-        earlier = self.plan
+        self._wait_for_fetch()
+        earlier_plan = self.plan
         self.plan = plan
         self.placement = placement
         self.buffer.holds = plan
-        self._fetch(plan.without(earlier))
+        self._fetch(plan.without(earlier_plan))
 
     def wait(self) -> None:
         """Wait until the weights have arrived.
@@ -140,20 +154,19 @@ class Replicas:
         """
         if self.buffer.holds is not self.plan:
             pool = self.slots.pool
-            if self._passes_left <= 0:
-                raise RuntimeError(
-                    f"{self.label}: a second backward through one forward (retain_graph=True) "
-                    f"needs replicas that the first one dropped (lifetime {pool.lifetime}); run "
-                    "one backward of the sum of the losses, or use --moe-fssdp-lifetime iteration "
-                    "or layer"
-                )
             raise RuntimeError(
                 f"{self.label}: a backward needs replicas that were dropped (lifetime "
                 f"{pool.lifetime}): after their forward {pool.reset_because}, and another forward "
                 "began an iteration; run each backward before the next forward there, or use "
                 "--moe-fssdp-lifetime layer, which fetches replicas again"
             )
+        self._wait_for_fetch()
+
+    def _wait_for_fetch(self) -> None:
+        # Another microbatch with the same plan may have begun the fetch.
         self.buffer.wait()
+        if self.state in (ReplicaState.EMPTY, ReplicaState.FETCHING):
+            self._become(ReplicaState.HELD)
 
     @property
     def _sum_dtype(self) -> torch.dtype:
@@ -186,8 +199,7 @@ class Replicas:
             parameter.
         """
         self.start()
-        self.buffer.wait()
-        self.computed = True
+        self._wait_for_fetch()
         bound = self._bound()
         if not (bound.is_trained and torch.is_grad_enabled()):
             return hidden, bound.weights
@@ -248,7 +260,7 @@ class Replicas:
         if not self.slots.is_trained:
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        elif not self.unreturned:
+        elif not self.is_accumulating:
             self._grad_buffer.begin_sums(from_zero=self.slots.experts.layout.fuses_any)
 
     def _take_gradients(
@@ -287,18 +299,19 @@ class Replicas:
             The gradients of the homes.
         """
         layout = self.slots.experts.layout
-        first = not self.unreturned
+        first = not self.is_accumulating
         num_homes = len(pending.homes) * len(layout.shapes)
-        for at, total in self._carried_sums():
-            _add(total, grads[num_homes + at], first=first)
+        for index, total in self._carried_sums():
+            _add(total, grads[num_homes + index], first=first)
         for part, is_fused in enumerate(layout.fused):
             if is_fused:
                 for expert in pending.homes:
                     expert[part].grad_added_to_main_grad = True
-        self.unreturned += 1
+        if first:
+            self._become(ReplicaState.ACCUMULATING)
         self.backwards += 1
-        microbatches, within = divmod(self.backwards, self.passes)
-        if self._is_last is None or (not within and self._is_last(microbatches)):
+        microbatches, pass_index = divmod(self.backwards, self.passes)
+        if self._is_last is None or (not pass_index and self._is_last(microbatches)):
             self._return_gradients(pending, self._grads())
             self._finish()
         return grads[:num_homes]
@@ -317,12 +330,14 @@ class Replicas:
         sums = self._grad_buffer.parts(self.slots.sizes, self._sum_dtype, layout)
         for slot in self.slots.returned(self.plan).slots:
             first = slot * len(layout.shapes)
-            for at, (total, fused) in enumerate(zip(sums[slot], layout.fused, strict=True), first):
+            for index, (total, fused) in enumerate(
+                zip(sums[slot], layout.fused, strict=True), first
+            ):
                 if not fused:
-                    yield at, total
+                    yield index, total
 
     def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
-        self.unreturned = 0
+        self._become(ReplicaState.RETURNING)
         buffer = self._grad_buffer
         sizes = self.slots.sizes
         chunks = buffer.chunks(sizes, sizes.grad_dtype)

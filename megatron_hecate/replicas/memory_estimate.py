@@ -124,7 +124,7 @@ class ExpertMemory:
 
     @classmethod
     def estimate(cls, experts: RankExperts, lifetime: str) -> ExpertMemory:
-        sizes = BufferSizes.plan(experts.layers, lifetime, in_flight=experts.in_flight)
+        sizes = BufferSizes.plan(experts.layers, lifetime)
         parameters = [layer.elements * layer.homes for layer in experts.layers]
         return cls(
             weights=sum(layer.homes * layer.chunk_bytes for layer in experts.layers),

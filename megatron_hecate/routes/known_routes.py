@@ -74,16 +74,16 @@ class KnownRoutes:
         """
         experts = _most_experts(self.states)
         device = _device(self.states[0])
-        counted = [count_tokens(() if of is None else of, experts, device) for of in parts]
+        counted = [count_tokens(() if part is None else part, experts, device) for part in parts]
         counts = torch.stack(counted).cpu().numpy()
-        for state, of_layer in zip(self.states, counts, strict=True):
-            _check_counts(of_layer, state)
+        for state, layer_counts in zip(self.states, counts, strict=True):
+            _check_counts(layer_counts, state)
         if not add or self._announced is None:
             self._announced = np.zeros((len(counts), experts), dtype=np.int64)
             self._is_announced = [False] * len(counts)
         self._announced += counts[:, :-1]
-        for index, of_layer in enumerate(parts):
-            self._is_announced[index] |= of_layer is not None
+        for index, layer_counts in enumerate(parts):
+            self._is_announced[index] |= layer_counts is not None
 
     def begin_iteration(self, forecast: np.ndarray | None) -> np.ndarray | None:
         """Replace the forecast of a new iteration by the loads of its announced routes.
@@ -121,18 +121,18 @@ class KnownRoutes:
         state = self.states[index]
         chunk = self._chunk_of[index]
         # True if one plan serves all microbatches.
-        whole = state.keeps_replicas
-        is_planned = whole and (self.are_known[index] or state.current.number == iteration)
+        serves_all = state.keeps_replicas
+        is_planned = serves_all and (self.are_known[index] or state.current.number == iteration)
         if index != self._chunk_of.index(chunk) or is_planned or not state.config.slots:
             return
         states = self.states[index : index + self._chunk_of.count(chunk)]
-        planned = (microbatches or 1) if whole else 1
+        planned = (microbatches or 1) if serves_all else 1
         replayed = self._count_replayed(states, planned)
         for state, loads in zip(states, replayed, strict=True):
             self._replayed[state.index] = loads
             if loads is None:
                 self.are_known[state.index] = False
-            elif whole:
+            elif serves_all:
                 is_complete = microbatches is not None and loads.microbatches >= microbatches
                 self.are_known[state.index] = is_complete
             else:
@@ -161,15 +161,17 @@ class KnownRoutes:
         replayed = self._replayed[state.index]
         if replayed is None:
             return expected, microbatches
-        known = replayed.loads[:experts]
+        loads = replayed.loads[:experts]
         if not state.keeps_replicas:
-            return known, 1
-        missing = microbatches - replayed.microbatches
-        if missing <= 0:
-            return known, microbatches
+            return loads, 1
+        num_unknown = microbatches - replayed.microbatches
+        if num_unknown <= 0:
+            return loads, microbatches
         # Expected tokens of each further microbatch.
-        rest = known / replayed.microbatches if expected is None else expected / microbatches
-        return known + missing * rest, microbatches
+        expected_rest = (
+            loads / replayed.microbatches if expected is None else expected / microbatches
+        )
+        return loads + num_unknown * expected_rest, microbatches
 
     def _count_replayed(
         self, states: Sequence[LayerState], microbatches: int
@@ -197,13 +199,13 @@ class KnownRoutes:
             # Ranks may hold routes of different numbers of forwards, and must plan alike.
             counted[-1] = len(routes)
             counts.append(counted)
-        found: list[_ReplayedLoads | None] = []
+        replayed: list[_ReplayedLoads | None] = []
         ranks = states[0].rerouter.sources.size()
         for state, summed in zip(states, self._sum(states, torch.stack(counts)), strict=True):
             forwards = summed[-1] / ranks
             loads = _ReplayedLoads(summed[:-1], forwards / state.parts.passes)
-            found.append(loads if loads.loads.any() else None)
-        return found
+            replayed.append(loads if loads.loads.any() else None)
+        return replayed
 
     def _sum(self, states: Sequence[LayerState], counts: Tensor) -> np.ndarray:
         """Sum the counts of layers over the group, [L, n]. Synchronizes the host."""
@@ -239,10 +241,10 @@ def _check_counts(counts: np.ndarray, state: LayerState) -> None:
         state: state of the layer.
     """
     experts = state.parts.homes_only.num_experts
-    wrong = int(counts[experts:].sum())
-    if wrong:
+    num_wrong = int(counts[experts:].sum())
+    if num_wrong:
         raise ValueError(
-            f"{wrong} announced routes of {state.name} name no expert from 0 to {experts - 1}; "
+            f"{num_wrong} announced routes of {state.name} name no expert from 0 to {experts - 1}; "
             "give one [tokens, k] array for each MoE layer of this rank, in the order of the "
             "forward, with -1 for unknown experts"
         )
@@ -280,10 +282,10 @@ def expect_routes(
         raise ValueError(
             f"routes of {len(routes)} layers, but this rank has {len(layers)} MoE layers"
         )
-    for index, (layer, of_layer) in enumerate(zip(layers, routes, strict=True)):
-        if of_layer is not None:
-            check_routes(of_layer, layer.config.num_moe_experts, layer=index)
-    parts = [None if of_layer is None else parts_of(of_layer) for of_layer in routes]
+    for index, (layer, layer_routes) in enumerate(zip(layers, routes, strict=True)):
+        if layer_routes is not None:
+            check_routes(layer_routes, layer.config.num_moe_experts, layer=index)
+    parts = [None if layer_routes is None else parts_of(layer_routes) for layer_routes in routes]
     _announce(layers, parts, add=add)
 
 
@@ -307,10 +309,10 @@ def expect_tokens(chunks: Iterable[Module], token_ids: Tensor) -> int:
     layers = _converted_layers(chunks)
     ids = token_ids.reshape(-1, 1).long()
     tables = [getattr(layer.router, "tid2eid", None) for layer in layers]
-    found = [table for table in tables if table is not None]
-    if not found:
+    tables_of_layers = [table for table in tables if table is not None]
+    if not tables_of_layers:
         return 0
-    rows = min(len(table) for table in found)
+    rows = min(len(table) for table in tables_of_layers)
     if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
         raise ValueError(
             f"token ids from {ids.min()} to {ids.max()}, but router.tid2eid has {rows} rows; pass "
@@ -318,7 +320,7 @@ def expect_tokens(chunks: Iterable[Module], token_ids: Tensor) -> int:
         )
     parts = [None if table is None else _look_up(table, ids) for table in tables]
     _announce(layers, parts, add=False)
-    return len(found)
+    return len(tables_of_layers)
 
 
 def _look_up(table: Tensor, ids: Tensor) -> Iterator[Tensor]:

@@ -22,12 +22,12 @@ Routes = np.ndarray | Tensor
 PART: int = 1 << 17
 
 
-def parts_of(routes: Routes, known: Tensor | None = None) -> Iterator[Tensor]:
+def parts_of(routes: Routes, is_routed: Tensor | None = None) -> Iterator[Tensor]:
     """Split routes into parts of at most `PART` numbers, [t, k], in their own dtype.
 
     Args:
         routes: experts of each token, [T, k].
-        known: False for tokens whose routes are to be ignored, [T] bool, if any.
+        is_routed: False for tokens whose routes are to be ignored, [T] bool, if any.
     """
     k = routes.shape[-1]
     if routes.ndim != 2:
@@ -38,8 +38,8 @@ def parts_of(routes: Routes, known: Tensor | None = None) -> Iterator[Tensor]:
         if not isinstance(part, Tensor):
             # A copy, because torch warns about arrays that are mapped read-only.
             part = torch.from_numpy(np.array(part))
-        if known is not None:
-            rows_known = known[start : start + rows].to(part.device, torch.bool)
+        if is_routed is not None:
+            rows_known = is_routed[start : start + rows].to(part.device, torch.bool)
             part = part.long().masked_fill(~rows_known.unsqueeze(1), -1)
         yield part
 
@@ -59,11 +59,11 @@ def count_tokens(parts: Iterable[Tensor], experts: int, device: torch.device) ->
     counts = torch.zeros(experts + 2, dtype=torch.int64, device=device)
     one = counts.new_ones(())
     for part in parts:
-        chosen = part.to(device).long().sort(dim=1).values
+        sorted_experts = part.to(device).long().sort(dim=1).values
         # A token that names an expert twice is routed to it once.
-        repeated = chosen[:, 1:] == chosen[:, :-1]
-        chosen[:, 1:].masked_fill_(repeated, -1)
-        index = chosen.clamp_(-1, experts).add_(1).view(-1)
+        repeated = sorted_experts[:, 1:] == sorted_experts[:, :-1]
+        sorted_experts[:, 1:].masked_fill_(repeated, -1)
+        index = sorted_experts.clamp_(-1, experts).add_(1).view(-1)
         counts.scatter_add_(0, index, one.expand(len(index)))
     return counts[1:]
 

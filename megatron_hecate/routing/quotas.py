@@ -62,8 +62,8 @@ class QuotaTables:
         # sizes of the tensors of every launch
         self._work_size = shape.work_size(THREADS)
         self._parts_size = shape.parts_size
-        needed = shape.shared_bytes(THREADS)
-        self._shared_bytes = needed if needed <= kernels.most_shared_bytes else 0
+        shared_bytes = shape.shared_bytes(THREADS)
+        self._shared_bytes = shared_bytes if shared_bytes <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
         self._loads_shape = (len(shape.source_rank), shape.num_experts)
         self._exchange_sizes = shape.exchange_sizes

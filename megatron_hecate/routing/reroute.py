@@ -67,7 +67,7 @@ class CountedTokens:
         num_tokens, num_experts = routing_map.shape
         tile = max(LEAST_TILE, -(-num_tokens // MOST_TILES))
         tiles = max(1, -(-num_tokens // tile))
-        before = routing_map.new_empty((tiles, num_experts), dtype=torch.int32)
+        offsets = routing_map.new_empty((tiles, num_experts), dtype=torch.int32)
         loads = routing_map.new_empty(num_experts, dtype=torch.int32)
         kernels.launch(
             "fssdp_count",
@@ -75,14 +75,14 @@ class CountedTokens:
             c_uint(tile),
             c_uint(num_experts),
             c_void_p(routing_map.data_ptr()),
-            c_void_p(before.data_ptr()),
+            c_void_p(offsets.data_ptr()),
             c_void_p(loads.data_ptr()),
             c_void_p(None if total is None else total.data_ptr()),
             c_void_p(_arrivals(routing_map.device).data_ptr()),
             blocks=tiles,
             threads=THREADS,
         )
-        return cls(routing_map, before, loads, tile)
+        return cls(routing_map, offsets, loads, tile)
 
 
 def reroute(
@@ -123,7 +123,7 @@ class _Reroute(torch.autograd.Function):
         counted: CountedTokens,
         tables: QuotaTables,
         parts: Tensor,
-        least: int,
+        smallest: int,
     ) -> tuple[Tensor, Tensor]:
         shape = (probs.shape[0], tables.shape.num_physical)
         routing_map = counted.routing_map
@@ -140,7 +140,7 @@ class _Reroute(torch.autograd.Function):
             c_void_p(parts.data_ptr()),
             c_void_p(routing_map.data_ptr()),
             c_void_p(probs.data_ptr()),
-            c_ulonglong(least),
+            c_ulonglong(smallest),
             c_void_p(physical_map.data_ptr()),
             c_void_p(physical_probs.data_ptr()),
             blocks=counted.before.shape[0] * -(-shape[1] // THREADS),
@@ -153,26 +153,26 @@ class _Reroute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        routing_map, before, parts = ctx.saved_tensors
+        routing_map, offsets, parts = ctx.saved_tensors
         num_tokens, num_experts = routing_map.shape
-        into = torch.empty(routing_map.shape, dtype=grad.dtype, device=grad.device)
+        grad_map = torch.empty(routing_map.shape, dtype=grad.dtype, device=grad.device)
         ctx.kernels.launch(
             f"fssdp_reroute_gradient_{BITS[grad.dtype]}",
             c_uint(num_tokens),
             c_uint(ctx.tile),
             c_uint(num_experts),
             c_uint(grad.shape[1]),
-            c_void_p(before.data_ptr()),
+            c_void_p(offsets.data_ptr()),
             c_void_p(parts.data_ptr()),
             c_void_p(routing_map.data_ptr()),
             c_void_p(grad.data_ptr()),
             # strides, because Megatron's gradient is column-major
             *map(c_ulonglong, grad.stride()),
-            c_void_p(into.data_ptr()),
-            blocks=before.shape[0] * -(-num_experts // THREADS),
+            c_void_p(grad_map.data_ptr()),
+            blocks=offsets.shape[0] * -(-num_experts // THREADS),
             threads=THREADS,
         )
-        return into, None, None, None, None
+        return grad_map, None, None, None, None
 
 
 _reroute = direct_apply(_Reroute)

@@ -181,17 +181,17 @@ class HolderOrder:
 
     def table(self, shape: GroupShape) -> np.ndarray:
         """Serialize the holders in the layout of `holders_at`."""
-        most = shape.num_physical
+        num_physical = shape.num_physical
         count = np.bincount(self.expert, minlength=shape.num_experts)
-        held = np.full(most, -1)
-        held[self.physical] = np.arange(len(self.physical))
-        is_shared = (held >= 0) & (count[self.expert[held]] > 1)
+        holder_index = np.full(num_physical, -1)
+        holder_index[self.physical] = np.arange(len(self.physical))
+        is_shared = (holder_index >= 0) & (count[self.expert[holder_index]] > 1)
         by_rank = is_shared.reshape(-1, shape.slots_per_rank)
         # Each rank's entries of shared experts (several holders) are first, in order; ranks are
         # sorted by node.
         first = np.argsort(~by_rank, axis=1, kind="stable")
         shared_held = np.take_along_axis(
-            np.where(is_shared, held, -1).reshape(by_rank.shape), first, axis=1
+            np.where(is_shared, holder_index, -1).reshape(by_rank.shape), first, axis=1
         )[shape.by_node]
         place = np.empty(shape.world.num_ranks, np.int64)
         place[shape.by_node] = np.arange(len(place))
@@ -199,14 +199,17 @@ class HolderOrder:
         stretch = self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]
         begin, end = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
         (entries,) = np.nonzero(shared_held.ravel() >= 0)
-        of_entry = shared_held.ravel()[entries]
-        entry, entry_expert, entry_stretch = (np.full(most, -1) for _ in range(3))
-        entry[of_entry] = entries
-        entry_expert[entries] = self.expert[of_entry]
-        entry_stretch[entries] = begin[of_entry]
+        entry_holders = shared_held.ravel()[entries]
+        entry, entry_expert, entry_stretch = (np.full(num_physical, -1) for _ in range(3))
+        entry[entry_holders] = entries
+        entry_expert[entries] = self.expert[entry_holders]
+        entry_stretch[entries] = begin[entry_holders]
         parts = [[by_rank.sum(axis=1).max()], _running(count)]
-        parts += [_padded(part, most) for part in (self.expert, self.rank, self.physical)]
-        parts += [held, *(_padded(part, most) for part in (begin, end, place[self.rank]))]
+        parts += [_padded(part, num_physical) for part in (self.expert, self.rank, self.physical)]
+        parts += [
+            holder_index,
+            *(_padded(part, num_physical) for part in (begin, end, place[self.rank])),
+        ]
         parts += [entry, entry_expert, entry_stretch]
         table = np.zeros(shape.holders_size, np.int32)
         numbers = np.concatenate(parts)

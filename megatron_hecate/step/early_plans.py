@@ -118,9 +118,9 @@ class EarlyPlans:
             forecast = monitor.extend_early(history, load).forecast()
             assert forecast is not None
             for state, homes, previous in placed:
-                of_layer = forecast[state.index, : state.parts.homes_only.num_experts]
+                layer_forecast = forecast[state.index, : state.parts.homes_only.num_experts]
                 cost = state.copy_cost(microbatches, meter)
-                yield state.index, PlanInputs(of_layer, homes, state.world, cost, previous)
+                yield state.index, PlanInputs(layer_forecast, homes, state.world, cost, previous)
 
         prepare = {state.index: state.prepare_transfers for state in states}
         plans = self._plans
@@ -141,14 +141,14 @@ class EarlyPlans:
     def plan(self, index: int, inputs: PlanInputs) -> Placement:
         """Return the thread's plan of layer ``index`` if its inputs are equal, else a new plan."""
         with self._lock:
-            guessed, made = self._plans.get(index, _TAKEN)
+            guessed, future = self._plans.get(index, _TAKEN)
             self._plans[index] = _TAKEN
-        if guessed is None or made is None or not guessed.equal(inputs):
+        if guessed is None or future is None or not guessed.equal(inputs):
             return inputs.plan()
-        if made.exception() is not None:
+        if future.exception() is not None:
             # Plan again: an error that is not of the thread alone is then raised here.
             return inputs.plan()
-        return made.result()
+        return future.result()
 
     def _plan_all(
         self,
@@ -161,20 +161,20 @@ class EarlyPlans:
         while (arrived := loads()) is None:
             if stopped.wait(PAUSE):
                 return
-        for index, of_layer in inputs(*arrived):
-            made: Future[Placement] = Future()
+        for index, layer_inputs in inputs(*arrived):
+            future: Future[Placement] = Future()
             with self._lock:
                 if stopped.is_set():
                     return
                 if index in plans:
                     continue
-                plans[index] = of_layer, made
+                plans[index] = layer_inputs, future
             try:
-                made.set_result(of_layer.plan())
+                future.set_result(layer_inputs.plan())
             except BaseException as error:
                 # `plan` waits for the result.
-                made.set_exception(error)
+                future.set_exception(error)
                 continue
             # An error is raised again where the layer fetches.
             with contextlib.suppress(Exception):
-                prepare[index](made.result())
+                prepare[index](future.result())

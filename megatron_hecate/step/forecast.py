@@ -44,11 +44,11 @@ class LoadHistory:
 
     def extended(self, load: np.ndarray) -> LoadHistory:
         """Return an independent copy with one more iteration, see `append`."""
-        other = copy.copy(self)
+        history = copy.copy(self)
         # Arrays can be shared: none is written to.
-        other._roots = self._roots.copy()
-        other.append(load)
-        return other
+        history._roots = self._roots.copy()
+        history.append(load)
+        return history
 
     def append(self, load: np.ndarray) -> None:
         """Add one iteration.

@@ -61,11 +61,15 @@ class GradientReturns:
         """
         if self.data_parallel is None or not state.in_schedule:
             return True
-        wanted = self.data_parallel.wants_gradients(self._chunk_of[state.index])
-        if wanted is False and self._guesses and microbatches == self._expected_microbatches:
+        wants_gradients = self.data_parallel.wants_gradients(self._chunk_of[state.index])
+        if (
+            wants_gradients is False
+            and self._guesses
+            and microbatches == self._expected_microbatches
+        ):
             self._waited = True
             return True
-        return wanted is not False
+        return wants_gradients is not False
 
     def complete(self, chunk: int | None = None) -> None:
         """Return waiting gradients of ``chunk``, or of all chunks, and wait for the transfers.
@@ -77,7 +81,7 @@ class GradientReturns:
             for state in reversed(self._states)
             if chunk in (None, self._chunk_of[state.index])
             and state.replicas is not None
-            and state.replicas.unreturned
+            and state.replicas.is_accumulating
         ]
         if waiting:
             self._waited = True
@@ -87,9 +91,9 @@ class GradientReturns:
 
     def drop(self) -> list[str]:
         """Forget waiting gradients, and return the names of their layers."""
-        waiting = [replicas for replicas in self.live if replicas.unreturned]
+        waiting = [replicas for replicas in self.live if replicas.is_accumulating]
         for replicas in waiting:
-            replicas.drop_unreturned()
+            replicas.drop_waiting()
         return sorted(replicas.label for replicas in waiting)
 
     def awaits_backward(self, forwards: Callable[[int], int]) -> bool:
@@ -111,14 +115,14 @@ class GradientReturns:
 
         The optimizer may step the experts' parameters, their main parameters, or shards of them.
         """
-        if not any(replicas.unreturned for replicas in self.live):
+        if not any(replicas.is_accumulating for replicas in self.live):
             return False
-        own: list[Parameter] = []
+        parameters: list[Parameter] = []
         for state in self._states:
-            own += chain.from_iterable(state.parts.experts.homes())
-        main = [p.main_param for p in own if getattr(p, "main_param", None) is not None]
-        owned = {id(p) for p in (*own, *main)}
+            parameters += chain.from_iterable(state.parts.experts.homes())
+        main = [p.main_param for p in parameters if getattr(p, "main_param", None) is not None]
+        owned = {id(p) for p in (*parameters, *main)}
         # A distributed optimizer may step shards, which are views of the parameters' memory.
-        memory = {p.untyped_storage().data_ptr() for p in own}
+        memory = {p.untyped_storage().data_ptr() for p in parameters}
         stepped = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         return any(id(p) in owned or p.untyped_storage().data_ptr() in memory for p in stepped)

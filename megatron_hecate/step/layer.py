@@ -59,7 +59,7 @@ class FSSDPLayer:
             if state.running.is_replayed:
                 return hidden
             # an earlier forward was aborted before its dispatch
-            state.break_off()
+            state.end_forward()
         # before the homes are joined to replicas, because autograd runs later nodes first
         if hidden is not None:
             hidden = state.parts.experts.reduction_point.before_attention(hidden)
@@ -85,10 +85,7 @@ class FSSDPLayer:
         here.reach(state.name)
         purpose = Forward.running(self, gradients=self.prefetcher.gradients)
         replicas = self.prefetcher.materialize(state.index, purpose)
-        state.running = ForwardPass(purpose, replicas, state.joined_homes, trace.is_on())
-        state.parts.experts.running = state.running
-        state.is_begun = True
-        state.joined_homes = None
+        state.begin_forward(ForwardPass(purpose, replicas, trace.is_on()))
         if replicas is not None or state.always_physical:
             state.place(replicas)
 
@@ -127,20 +124,18 @@ class FSSDPLayer:
         else:
             assert running is not None, f"{state.name}: a forward without begin"
             by_quotas = running.replicas is not None
-            late = state.current.expects_late
+            late = self.prefetcher.late.are_expected(state, running)
         if captured and state.always_physical and rerouter.placed is None:
             # graphs are warmed up and captured before the first iteration places replicas
             state.place(None)
-        chosen = rerouter.without_padding(routing_map, probs)
-        counted = rerouter.count(chosen, None if captured else self._sums_of(running, chosen))
+        logical_map = rerouter.without_padding(routing_map, probs)
+        counted = rerouter.count(
+            logical_map, None if captured else self._sums_of(running, logical_map)
+        )
         if by_quotas or late:
             loads = self._as_span("loads", rerouter.gather_loads, counted)
-            if late and running is not None and running.purpose is Forward.MICROBATCH:
-                add_late = self.prefetcher.add_late_replicas
-                running.replicas = self._as_span("late", add_late, state.index, loads)
-                if by_quotas := running.replicas is not None:
-                    state.place(running.replicas)
-        # late replicas may just have been added
+            if late:
+                by_quotas = self._add_late_replicas(running, loads)
         physical = by_quotas or state.always_physical
         dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
         if self.token_dispatcher is not dispatcher:
@@ -155,6 +150,14 @@ class FSSDPLayer:
             routing_map, probs = rerouter.to_homes(probs, counted)
         dispatcher.expert_loads = counted.loads
         return probs, routing_map
+
+    def _add_late_replicas(self, running: ForwardPass, loads: Tensor) -> bool:
+        """Add late replicas to a forward where they pay; return whether it has any replicas."""
+        state = self.fssdp
+        running.replicas = self._as_span("late", self.prefetcher.late.add, state, loads)
+        if running.replicas is not None:
+            state.place(running.replicas)
+        return running.replicas is not None
 
     def _sums_of(self, running: ForwardPass, routing_map: Tensor) -> Tensor | None:
         """Return the load monitor's sums for a microbatch's own forward, and mark it as counted."""
@@ -178,7 +181,7 @@ class FSSDPLayer:
             self.begin()
         running = state.running
         # from here on, the next call of `begin` begins another forward
-        state.is_begun = False
+        running.is_dispatched = True
         if running.purpose is Forward.MICROBATCH:
             loads = None if running.is_counted else self.token_dispatcher.expert_loads
             self.prefetcher.dispatched(state.index, loads, running.replicas)
@@ -197,13 +200,15 @@ class FSSDPLayer:
         else:
             computed = super().routed_experts_compute(*args, **kwargs)
         if monitor.measures and running.purpose is Forward.MICROBATCH:
-            sent = getattr(self.token_dispatcher, "input_splits", None)
-            monitor.computed(state.index, running, sent)
+            sent_tokens = getattr(self.token_dispatcher, "input_splits", None)
+            monitor.computed(state.index, running, sent_tokens)
         return computed
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
-        if not state.running.is_traced:
+        is_traced = state.running.is_traced
+        state.end_forward()
+        if not is_traced:
             return here.through(state.name, super().combine, *args, **kwargs)
         with trace.span("combine", state.name):
             return here.through(state.name, super().combine, *args, **kwargs)
@@ -236,7 +241,7 @@ class GraphedBlock:
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
         if self.mlp.fssdp.is_begun:
-            self.mlp.fssdp.break_off()
+            self.mlp.fssdp.end_forward()
         args, kwargs = self._before_attention(args, kwargs)
         self.mlp.begin()
         self.mlp.fssdp.running.is_replayed = True

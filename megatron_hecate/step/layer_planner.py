@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
-from megatron_hecate.plan import Placement, add_late_replicas
+from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
-from megatron_hecate.step.iteration_tracker import IterationTracker
 from megatron_hecate.step.layer_state import LayerState
 
 # Layers planned one after another. The first layer has cold caches and takes up to twice the time
@@ -49,7 +46,7 @@ class LayerPlanner:
     Args:
         states: states of all layers, in the order of the forward.
         chunk_of: index of each layer's model chunk.
-        tracker: tracker of the running iteration.
+        clock: clock of the model.
         routes: loads that are known before the forward.
         meter: measured times on which the ranks have agreed.
     """
@@ -59,35 +56,29 @@ class LayerPlanner:
         states: Sequence[LayerState],
         chunk_of: Sequence[int],
         *,
-        tracker: IterationTracker,
+        clock: Clock,
         routes: RoutesForecast,
         meter: OverlapMeter,
     ) -> None:
         self.early = EarlyPlans()
-        # True if the running iteration repeats the plans of the last one.
-        self.keeps_plans = False
         # True if the running iteration has no replicas.
         self.is_paused = False
         # Number of hooks registered in this process when no logger had any.
         self._unlogged_until = -1
         self._states = states
         self._chunk_of = chunk_of
-        self._tracker = tracker
+        self._clock = clock
         self._routes = routes
         self._meter = meter
         # Index of each chunk's first layer.
         self._first_layers = {chunk_of.index(chunk) for chunk in chunk_of}
 
-    def begin_iteration(self, *, keeps_plans: bool) -> None:
-        """Decide whether the iteration repeats plans, and whether it has replicas at all.
+    def begin_iteration(self) -> None:
+        """Decide whether the iteration has replicas at all.
 
         Megatron's loggers of activations and data gradients hook into single experts, on all ranks
         in the same iterations. Without replicas their records are stock's.
-
-        Args:
-            keeps_plans: whether the iteration repeats the plans of the last one.
         """
-        self.keeps_plans = keeps_plans
         if self._unlogged_until != RemovableHandle.next_id:
             self.is_paused = any(state.parts.experts.inside.are_logged() for state in self._states)
             if not self.is_paused:
@@ -101,13 +92,13 @@ class LayerPlanner:
             forecast: expected tokens of the iteration per layer and expert, [L, E].
             is_alone: whether to plan this layer only.
         """
-        iteration = self._tracker.iteration
-        if index in self._first_layers and not self._tracker.is_within_microbatch(index):
-            self._routes.begin_microbatch(index, iteration, self._tracker.microbatches)
+        iteration = self._clock.iteration
+        if index in self._first_layers and not self._clock.is_within_microbatch(index):
+            self._routes.begin_microbatch(index, iteration, self._clock.microbatches)
         if self._states[index].current.number == iteration:
             return
-        together = 1 if is_alone else PLANNED_TOGETHER
-        for state in self._states[index : index + together]:
+        num_planned = 1 if is_alone else PLANNED_TOGETHER
+        for state in self._states[index : index + num_planned]:
             if (
                 self._chunk_of[state.index] == self._chunk_of[index]
                 and state.current.number != iteration
@@ -116,45 +107,22 @@ class LayerPlanner:
                     self._plan(state, forecast)
 
     def _plan(self, state: LayerState, forecast: np.ndarray | None) -> None:
-        kept = state.homes if self.is_paused else None
-        if kept is None and self.keeps_plans:
-            kept = state.next_kept_plan()
-        if kept is not None:
-            state.set_plan(kept, self._tracker.iteration)
-            state.plans.append(kept)
+        last_plan = state.homes if self.is_paused else None
+        if last_plan is None and self._clock.is_repeated:
+            last_plan = state.next_kept_plan()
+        if last_plan is not None:
+            state.set_plan(last_plan, self._clock.iteration)
+            state.plans.append(last_plan)
             return
-        of_layer, microbatches = self._routes.forecast(
-            state, forecast, self._tracker.microbatches or 1
+        layer_forecast, microbatches = self._routes.forecast(
+            state, forecast, self._clock.microbatches or 1
         )
-        if of_layer is None or not state.config.slots:
-            state.set_plan(state.homes, self._tracker.iteration)
+        if layer_forecast is None or not state.config.slots:
+            state.set_plan(state.homes, self._clock.iteration)
             state.plans.append(state.homes)
             return
-        inputs = PlanInputs.of(state, of_layer, microbatches, self._meter)
+        inputs = PlanInputs.of(state, layer_forecast, microbatches, self._meter)
         plan = self.early.plan(state.index, inputs)
         state.check_agreement(plan)
-        state.set_plan(plan, self._tracker.iteration)
+        state.set_plan(plan, self._clock.iteration)
         state.plans.append(plan)
-
-    def plan_late(self, state: LayerState, loads: Tensor) -> Placement:
-        """Add replicas to the layer's placement where they pay for one microbatch.
-
-        Args:
-            state: state of the layer.
-            loads: tokens of the microbatch per source and expert, [N, E].
-
-        Returns:
-            The layer's placement itself if no further replica pays.
-        """
-        shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
-        placement = add_late_replicas(
-            # The only synchronization of the host with the device.
-            loads.sum(dim=0).cpu().numpy(),
-            state.placement,
-            state.world,
-            cost=shape.copy_cost(state.world),
-            most=state.config.late_replicas,
-            across_nodes=state.config.speeds is not None,
-        )
-        state.check_agreement(placement)
-        return placement

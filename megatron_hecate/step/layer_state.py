@@ -91,9 +91,8 @@ class LayerState(Uncopied):
         self.homes = parts.homes_only
         # The running iteration, or the last one.
         self.current = LayerIteration(placement=self.homes, planned=self.homes)
+        # The running forward, until its combine.
         self.running: ForwardPass | None = None
-        # True if the running forward has its replicas and has not dispatched its tokens.
-        self.is_begun = False
         # Homes of the next forward, joined before the attention in front of the layer.
         self.joined_homes: tuple[PendingGradients, Tensor] | None = None
         self._slots: ReplicaSlots | None = None
@@ -102,7 +101,7 @@ class LayerState(Uncopied):
         # The last placement whose transfers were prepared early, and the transfers.
         self._early: tuple[Placement, TransferPlan] | None = None
         # Version counters of the homes' weights at the last fetch.
-        self._fetched_versions: list[int] = []
+        self.fetched_versions: list[int] = []
         # Sizes by number of microbatches and `in_schedule`.
         self._shapes: dict[tuple[int, bool], LayerShape] = {}
         # Of the last `copy_cost`: sizes, seconds of one fetch, hidden fetches, result.
@@ -126,10 +125,20 @@ class LayerState(Uncopied):
             exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
         )
 
-    def break_off(self) -> None:
-        """Forget a begun forward, which was aborted."""
-        self.running = None
-        self.is_begun = False
+    @property
+    def is_begun(self) -> bool:
+        """True if the running forward has its replicas and has not dispatched its tokens."""
+        return self.running is not None and not self.running.is_dispatched
+
+    def begin_forward(self, running: ForwardPass) -> None:
+        """Begin a forward, for which the homes may have been joined before the attention."""
+        assert not self.is_begun, f"{self.name}: a forward begins within another one"
+        running.joined_homes, self.joined_homes = self.joined_homes, None
+        self.running = self.parts.experts.running = running
+
+    def end_forward(self) -> None:
+        """End the running forward, complete or aborted."""
+        self.running = self.parts.experts.running = None
 
     def drop_prepared(self) -> None:
         """Drop prepared replicas of an aborted forward, because weights may have changed since."""
@@ -229,8 +238,8 @@ class LayerState(Uncopied):
         """Set the replicas of a new iteration."""
         self.current = LayerIteration(placement, placement, iteration, self._transfers(placement))
 
-    def add_late(self, placement: Placement) -> None:
-        """Change the replicas to ``placement``, which includes late replicas."""
+    def extend_placement(self, placement: Placement) -> None:
+        """Change the running iteration's replicas to ``placement``, which has more of them."""
         self.current.placement = placement
         self.current.plan = self._transfers(placement)
 
@@ -249,32 +258,8 @@ class LayerState(Uncopied):
             return early[1]
         return TransferPlan.from_placement(placement, self.group.rank())
 
-    def weights_were_written(self) -> bool:
-        """Return whether homes' weights were written in place since the last fetch.
-
-        Version counters show the writes.
-
-        Raises:
-            RuntimeError: if only some weights were written: other ranks may have written none, and
-                would not fetch.
-        """
-        # Nothing was fetched, or every forward fetches.
-        if self.current.plan is None or self.config.lifetime == "microbatch":
-            return False
-        versions = self._versions()
-        if versions == self._fetched_versions:
-            return False
-        unwritten = sum(map(operator.eq, versions, self._fetched_versions))
-        if unwritten:
-            raise RuntimeError(
-                f"{self.name}: {len(versions) - unwritten} of {len(versions)} weights of experts "
-                "were written within a call of Megatron's schedule, after replicas had been "
-                "fetched; write them between calls, write all of them on all ranks, or use "
-                "--moe-fssdp-lifetime microbatch, which fetches in every forward"
-            )
-        return True
-
-    def _versions(self) -> list[int]:
+    def versions(self) -> list[int]:
+        """Return the version counters of the homes' weights, which grow with every write."""
         homes = chain.from_iterable(self.parts.experts.homes())
         return list(map(operator.attrgetter("_version"), homes))
 
@@ -284,7 +269,7 @@ class LayerState(Uncopied):
         Buffers compare plans by identity: a buffer that was filled with the old plan is filled
         again.
         """
-        self._fetched_versions = self._versions()
+        self.fetched_versions = self.versions()
         if self.current.plan is not None:
             self.current.plan = self.current.plan.renewed()
 
@@ -342,8 +327,8 @@ class LayerState(Uncopied):
 
     def next_kept_plan(self) -> Placement | None:
         """Return the plan of the last iteration at this point, if there was one."""
-        at = len(self.plans)
-        return self._last_plans[at] if at < len(self._last_plans) else None
+        index = len(self.plans)
+        return self._last_plans[index] if index < len(self._last_plans) else None
 
     def skip_stock_backward(self) -> bool:
         """Return whether the oldest microbatch ran stock code, and forget it then.
@@ -363,10 +348,9 @@ class LayerState(Uncopied):
             self._in_flight[0].start()
 
     def finish_backward(self, replicas: Replicas) -> None:
-        """Free ``replicas`` after the last backward of their microbatch."""
+        """Forget the microbatch of ``replicas`` after its last backward."""
         while replicas in self._in_flight:
             self._in_flight.popleft()
-        replicas.slots.pool.free(replicas.buffer)
 
     def abandon(self) -> None:
         """Forget microbatches of an ended iteration whose backward has not run."""
@@ -379,5 +363,4 @@ class LayerState(Uncopied):
         last = self.current
         self.current = LayerIteration(last.placement, last.planned)
         self.joined_homes = None
-        if self.is_begun:
-            self.break_off()
+        self.end_forward()

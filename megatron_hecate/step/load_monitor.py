@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -95,8 +95,32 @@ class GroupSum:
         first = self._host.numpy()[:length]
         if not self._is_copied:
             return first.copy() if self._ready() else None
-        seen = first.copy()
-        return None if (seen == NOT_HERE).any() else seen
+        copied = first.copy()
+        return None if (copied == NOT_HERE).any() else copied
+
+
+class LoadRecorder(Protocol):
+    """Recorder of a model's loads, whose measurements are summed with the loads.
+
+    Attributes:
+        counts: counts of single microbatches; ``None`` if sums of an iteration suffice.
+        measures: whether `computed` is called.
+    """
+
+    counts: TokenCounts | None
+    measures: bool
+
+    def begin(self) -> int:
+        """Begin an iteration; returns the length of its measurements."""
+
+    def computed(self, layer: int, forward: ForwardPass, sent_tokens: Sequence[int] | None) -> None:
+        """Record a microbatch's forward, see `LoadMonitor.computed`."""
+
+    def measured(self) -> np.ndarray:
+        """Return this rank's measurements, int64."""
+
+    def take(self, load: np.ndarray, measured: np.ndarray) -> None:
+        """Record the sums over the group: loads [L, E], and measurements."""
 
 
 class LoadMonitor:
@@ -138,8 +162,8 @@ class LoadMonitor:
         self.history = LoadHistory()
         # A history, and the same one with the expected sum in flight appended, see `extend_early`.
         self._extended: tuple[LoadHistory, LoadHistory] | None = None
-        # `record.layer_recorder.LayerRecorder`, whose measurements the all-reduce includes.
-        self.recorder: Any = None
+        # Its measurements are summed with the loads.
+        self.recorder: LoadRecorder | None = None
 
     def counts(self, layer: int, device: torch.device) -> Tensor:
         """Return the counts to which a microbatch of ``layer`` is added, [E] int64 on ``device``.
@@ -148,9 +172,11 @@ class LoadMonitor:
         fewer.
         """
         if self._sums is None:
-            more = _INCLUDED if self.recorder is None else _INCLUDED + self.recorder.begin()
+            num_included = _INCLUDED if self.recorder is None else _INCLUDED + self.recorder.begin()
             with lasting_tensors():
-                self._sums = torch.zeros(self._size + more, dtype=torch.int64, device=device)
+                self._sums = torch.zeros(
+                    self._size + num_included, dtype=torch.int64, device=device
+                )
                 self._counts = self._sums[: self._size].view(self._shape).unbind()
         microbatches = self._microbatches
         if microbatches is not None:
@@ -172,16 +198,16 @@ class LoadMonitor:
         """True if a recorder uses the measurements of `computed`."""
         return self.recorder is not None and self.recorder.measures
 
-    def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
+    def computed(self, layer: int, forward: ForwardPass, sent_tokens: Sequence[int] | None) -> None:
         """Record a microbatch's forward after the experts of ``layer`` have computed.
 
         Args:
             layer: index of the layer.
             forward: the forward, which has the rows of the experts' input.
-            sent: tokens from this rank to each rank, where the dispatcher knows the numbers.
+            sent_tokens: tokens from this rank to each rank, where the dispatcher knows the numbers.
         """
         if self.recorder is not None:
-            self.recorder.computed(layer, forward, sent)
+            self.recorder.computed(layer, forward, sent_tokens)
 
     def start_reduce(self) -> bool:
         """Start the all-reduce of this iteration's counts. Collective.
@@ -193,18 +219,20 @@ class LoadMonitor:
             return False
         sums = self._sums
         self._sums = None
-        more = np.asarray([*self._meter.measured(), self._count_frozen()], dtype=np.int64)
+        included = np.asarray([*self._meter.measured(), self._count_frozen()], dtype=np.int64)
         if self.recorder is not None:
-            more = np.concatenate([more, self.recorder.measured()])
-        counts, measured, of_ranks = sums.split(
-            [self._size, len(more), len(sums) - self._size - len(more)]
+            included = np.concatenate([included, self.recorder.measured()])
+        counts, measured, rank_counts = sums.split(
+            [self._size, len(included), len(sums) - self._size - len(included)]
         )
-        own = torch.from_numpy(more)
-        measured.copy_(own.pin_memory() if sums.is_cuda else own, non_blocking=True)
+        included_tensor = torch.from_numpy(included)
+        measured.copy_(
+            included_tensor.pin_memory() if sums.is_cuda else included_tensor, non_blocking=True
+        )
         if self._microbatches is not None:
-            taken = self._microbatches.take()
-            counts.copy_(taken[: self._size])
-            of_ranks.copy_(taken[self._size :])
+            microbatch_sums = self._microbatches.take()
+            counts.copy_(microbatch_sums[: self._size])
+            rank_counts.copy_(microbatch_sums[self._size :])
         if sums.is_cuda:
             self._stream = self._stream or torch.cuda.Stream()
         self._reduced = GroupSum(sums, self._group, timeout=self._timeout, stream=self._stream)

@@ -14,7 +14,7 @@ def release_memory(prefetcher: Prefetcher) -> int:
     Raises:
         RuntimeError: while gradients of replicas wait to return to their homes.
     """
-    waiting = sorted(r.label for r in prefetcher.returns.live if r.unreturned)
+    waiting = sorted(r.label for r in prefetcher.returns.live if r.is_accumulating)
     if waiting:
         raise RuntimeError(
             f"FSSDP: megatron_hecate.release(model) while gradients of replicas wait "
@@ -24,7 +24,7 @@ def release_memory(prefetcher: Prefetcher) -> int:
     pool = prefetcher.buffers.allocated
     if pool is None or not pool.nbytes:
         return 0
-    prefetcher.tracker.weights_changed("memory was released")
+    prefetcher.clock.end_iteration("memory was released")
     # waits for transfers that use the memory
     pool.reset("memory was released")
     freed = pool.nbytes

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_hecate.megatron.training_state import forwards_in_flight
 from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.step.layer_state import LayerState
 
@@ -16,12 +15,10 @@ class ModelBuffers:
 
     Args:
         states: states of all layers, in the order of the forward.
-        chunk_of: index of each layer's model chunk.
     """
 
-    def __init__(self, states: Sequence[LayerState], chunk_of: Sequence[int]) -> None:
+    def __init__(self, states: Sequence[LayerState]) -> None:
         self._states = states
-        self._chunk_of = chunk_of
         # ``None`` before the first use.
         self.allocated: BufferPool | None = None
         # For each layer, class and data type of the parameters for which the buffers have room.
@@ -60,13 +57,11 @@ class ModelBuffers:
     def _allocate(self) -> BufferPool:
         self._kinds = self._kinds_now()
         first = self._states[0]
-        layer = first.parts.layer
         return BufferPool(
             first.transport,
             [state.parts.buffer(state.config.slots) for state in self._states],
             first.config.lifetime,
-            in_flight=forwards_in_flight(layer.config, self._chunk_of),
-            device=next(layer.experts.parameters()).device,
+            device=next(first.parts.layer.experts.parameters()).device,
         )
 
     def begin_iteration(self, ended_because: str) -> None:

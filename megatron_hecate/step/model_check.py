@@ -9,21 +9,21 @@ import torch.distributed as dist
 from megatron_hecate.comm.agreement import format_ranks
 from megatron_hecate.comm.collectives import gather_objects
 from megatron_hecate.comm.problems import collect
-from megatron_hecate.step.iteration_tracker import IterationTracker
+from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 
 
 def check_model(
     states: Sequence[LayerState],
     find_conflicts: Callable[[], Iterable[str]],
-    tracker: IterationTracker,
+    clock: Clock,
 ) -> None:
     """Check that nothing added after the hook conflicts with replicas. Collective.
 
     Args:
         states: states of all layers.
         find_conflicts: function that returns a line for each conflict outside of the experts.
-        tracker: tracker of the iteration that begins.
+        clock: clock of the model.
 
     Raises:
         ValueError: on all ranks of the FSSDP group; lists the problems of all of them.
@@ -36,17 +36,19 @@ def check_model(
             with collect(problems, state.name):
                 state.parts.experts.inside.check(is_first=True)
     group = states[0].group
-    of_ranks = gather_objects(problems, group, what="check of the model", label="first iteration")
+    rank_problems = gather_objects(
+        problems, group, what="check of the model", label="first iteration"
+    )
     ranks_with: dict[str, list[int]] = {}
-    for rank, lines in zip(dist.get_process_group_ranks(group), of_ranks, strict=True):
+    for rank, lines in zip(dist.get_process_group_ranks(group), rank_problems, strict=True):
         for line in lines:
             ranks_with.setdefault(line, []).append(rank)
     if ranks_with:
         # The next forward begins an iteration again, and is refused as well.
-        tracker.weights_changed()
+        clock.end_iteration()
         lines = [
             f"  - {line}"
-            + ("" if len(ranks) == len(of_ranks) else f" (rank {format_ranks(ranks)})")
+            + ("" if len(ranks) == len(rank_problems) else f" (rank {format_ranks(ranks)})")
             for line, ranks in ranks_with.items()
         ]
         raise ValueError("\n".join(["FSSDP cannot run:", *lines]))

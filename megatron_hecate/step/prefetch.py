@@ -7,12 +7,12 @@ Hooks of Megatron call the prefetcher, and it calls the layers' states.
 | `begin_chunk` | fetches a model chunk's first layer: embedding and dense layers run first |
 | `before_attention` | fetches further layers, while this layer's attention runs |
 | `materialize` | returns the replicas of the forward |
-| `add_late_replicas` | fetches more replicas after the gate, where configured |
 | `dispatched` | counts the tokens of a microbatch |
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -25,13 +25,16 @@ from torch.nn import Module
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.faults.watchdog import here
 from megatron_hecate.megatron import training_state
+from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.parameter_gathers import finish_gathers, gathers_params, start_gathers
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import Forward
 from megatron_hecate.replicas.buffers import FETCHED_TOGETHER, LIFETIMES
 from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.step.clock import Clock
+from megatron_hecate.step.detect import Detector
 from megatron_hecate.step.gradient_returns import GradientReturns
-from megatron_hecate.step.iteration_tracker import IterationTracker
+from megatron_hecate.step.late_replicas import LateReplicas
 from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast
 from megatron_hecate.step.layer_state import LayerState, Uncopied
 from megatron_hecate.step.load_monitor import LoadMonitor
@@ -40,7 +43,15 @@ from megatron_hecate.step.model_check import check_model
 from megatron_hecate.step.trained_experts import TrainedExperts
 
 
-class Prefetcher(Uncopied):
+class Rehoming(StepEvents, abc.ABC):
+    """Experts that change homes where an iteration begins."""
+
+    @abc.abstractmethod
+    def restore(self) -> None:
+        """Move all experts back to their original ranks until the next iteration. Collective."""
+
+
+class Prefetcher(Uncopied, StepEvents):
     """Prefetcher of the replicas of one model's layers on this rank.
 
     Args:
@@ -62,10 +73,10 @@ class Prefetcher(Uncopied):
         for state, chunk in zip(states, chunk_of, strict=True):
             self._states_of[chunk].append(state)
         self._ahead: list[Sequence[LayerState]] = []
-        for of_chunk in self._states_of:
-            for place, state in enumerate(of_chunk, 1):
+        for chunk_states in self._states_of:
+            for place, state in enumerate(chunk_states, 1):
                 last = place + LIFETIMES[state.config.lifetime].ahead
-                self._ahead.append(of_chunk[place:last])
+                self._ahead.append(chunk_states[place:last])
         # Expected tokens of the running iteration, [L, E].
         self.forecast: np.ndarray | None = None
         self.routes = routes
@@ -81,25 +92,21 @@ class Prefetcher(Uncopied):
             count_frozen=self._trained.count_frozen,
         )
         self.returns = GradientReturns(states, chunk_of)
-        self.tracker = IterationTracker(
+        self.clock = Clock(
             [state.parts.passes for state in states],
-            on_begin=self._begin_iteration,
-            drop_unreturned=self.returns.drop,
-            waits_for=self.returns.wait_for,
+            num_chunks=max(chunk_of) + 1,
+            read_number=running_iteration,
         )
-        # `homes.schedule.HomesSchedule`, where homes may move.
-        self.rehoming: Any = None
+        self.detector = Detector(self.clock, self.returns, chunk_of)
+        # Where homes may move.
+        self.rehoming: Rehoming | None = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
-        self.buffers = ModelBuffers(states, chunk_of)
-        # For each chunk, the schedule's call that ran the chunk's last forward.
-        self._calls: list[int | None] = [None] * (max(chunk_of) + 1)
-        # For each chunk, a version number that grows when weights may have changed between
-        # forwards.
-        self._weights_of = [0] * (max(chunk_of) + 1)
+        self.buffers = ModelBuffers(states)
         self._planner = LayerPlanner(
-            states, chunk_of, tracker=self.tracker, routes=self.routes, meter=self.meter
+            states, chunk_of, clock=self.clock, routes=self.routes, meter=self.meter
         )
+        self.late = LateReplicas(self._fetch)
         self._has_fetched = False
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
         self.find_conflicts: Callable[[], list[str]] | None = list
@@ -116,7 +123,7 @@ class Prefetcher(Uncopied):
         self._enter_chunk(chunk_index)
         experts = self._experts[first]
         if not gathers_params(experts):
-            self.tracker.comes_to(first)
+            self.clock.begin_before(first)
             self._prepare(self.states[first], is_alone=True)
         elif self.states[first].config.slots:
             self.buffers.pool()
@@ -130,7 +137,7 @@ class Prefetcher(Uncopied):
     def _break_off(self) -> None:
         for state in self.states:
             if state.is_begun:
-                state.break_off()
+                state.end_forward()
 
     def before_attention(self, index: int, purpose: Forward) -> None:
         """Fetch replicas before the attention in front of layer ``index``."""
@@ -144,7 +151,7 @@ class Prefetcher(Uncopied):
             # If no forward of the chunk runs, the schedule calls its layers one by one.
             if self.gradients is None and index == self.chunk_of.index(self.chunk_of[index]):
                 self._enter_chunk(self.chunk_of[index])
-            if self.tracker.enter(index):
+            if self.clock.enter(index):
                 self.meter.attention(index, state.parts.experts.home(0)[0].device)
             self._prepare_from(index)
             if state.current.replicas is None:
@@ -177,34 +184,11 @@ class Prefetcher(Uncopied):
             if state.skip_stock_backward():
                 return None
         else:
-            self.tracker.enter(index)
+            self.clock.enter(index)
             self._prepare(state)
             state.current.is_prepared = False
             return state.current.replicas
         return state.replicas_of(purpose)
-
-    def add_late_replicas(self, index: int, loads: Tensor) -> Replicas | None:
-        """Fetch more replicas of layer ``index`` if its true loads make further copies pay.
-
-        Replicas that microbatches have computed with stay unchanged until the iteration ends.
-
-        Args:
-            index: index of the layer.
-            loads: tokens per source and expert, [N, E].
-
-        Returns:
-            The replicas of the running forward.
-        """
-        state = self.states[index]
-        state.current.expects_late = False
-        placement = self._planner.plan_late(state, loads)
-        if placement is not state.placement:
-            state.add_late(placement)
-            if state.current.replicas is None:
-                state.current.replicas = self._fetch(state)
-            else:
-                state.current.replicas.add_late(placement, state.plan)
-        return state.current.replicas
 
     def dispatched(self, index: int, loads: Tensor | None, replicas: Replicas | None) -> None:
         """Count one microbatch of layer ``index`` that a backward follows.
@@ -216,55 +200,29 @@ class Prefetcher(Uncopied):
         """
         if loads is not None:
             self.monitor.count(index, loads)
-        self.tracker.forwarded(index)
+        self.clock.forwarded(index)
         self.meter.routed(index)
         self.states[index].forwarded(replicas)
 
-    def gradients_wanted(self, chunk: int) -> None:
-        """Return waiting gradients of ``chunk`` to their homes, before DDP reduces gradients."""
-        self.returns.complete(chunk)
-
-    def iteration_ended(self) -> None:
-        """End the iteration after DDP has reduced gradients: weights may change from here on."""
+    def gradients_reduced(self) -> None:
+        """Start to sum the iteration's loads, and to plan the next iteration."""
         if self.monitor.start_reduce() and self.states[0].config.slots:
             self._planner.early.start(
-                self.states, self.monitor, self.meter, self.tracker.counted_microbatches or 1
+                self.states, self.monitor, self.meter, self.clock.counted_microbatches or 1
             )
-        self.tracker.weights_changed("DDP reduced gradients")
         self.buffers.unbind()
 
-    def gradients_dropped(self) -> None:
-        """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
-        if self.returns.data_parallel is not None:
-            # Set the function before the first schedule runs: the first iteration needs it, too.
-            self.returns.data_parallel.set_no_sync_func()
-        self.returns.drop()
-        self.tracker.weights_changed("DDP zeroed gradients")
-
     def _enter_chunk(self, chunk: int) -> None:
-        """Begin a forward of a model chunk.
-
-        Outside of a known schedule's call, weights may have changed since the last forward.
-        """
-        data_parallel = self.returns.data_parallel
-        call = None if data_parallel is None else data_parallel.schedule_call(chunk)
-        if call is None or call != self._calls[chunk]:
-            self._weights_of[chunk] += 1
-        self._calls[chunk] = call
+        """Begin a forward of a model chunk."""
+        in_schedule = self.detector.forward_begins(chunk)
         for state in self._states_of[chunk]:
-            state.in_schedule = call is not None
+            state.in_schedule = in_schedule
             if state.current.is_prepared:
                 state.drop_prepared()
-        has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
-        if has_ddp or self.tracker.has_seen_optimizer or chunk != self.chunk_of[0]:
-            return
-        # Without DDP and with an optimizer that is not torch's, nothing else ends an iteration.
-        if self.tracker.all_are_in and not self.returns.awaits_backward(self.tracker.forwards):
-            self.tracker.weights_changed()
 
     def _was_seen(self, state: LayerState) -> bool:
         """Return whether a recomputed forward was seen before, as a microbatch's."""
-        return state.awaits_backward and self.tracker.has_forwarded(state.index)
+        return state.awaits_backward and self.clock.has_forwarded(state.index)
 
     def _prepare_from(self, index: int) -> None:
         """Begin to fetch missing replicas of layer ``index`` and of the next layers."""
@@ -273,12 +231,12 @@ class Prefetcher(Uncopied):
         if gathers_params(self._experts[index]):
             # Waiting for the next layers' homes, still being gathered, would stall this layer.
             return
-        ahead = self._ahead[index]
+        next_states = self._ahead[index]
         # Layers are prefetched in their order.
-        if not ahead or self._is_prefetched(ahead[-1]):
+        if not next_states or self._is_prefetched(next_states[-1]):
             return
-        missing = [following for following in ahead if not self._is_prefetched(following)]
-        for following in missing[:FETCHED_TOGETHER]:
+        unfetched = [following for following in next_states if not self._is_prefetched(following)]
+        for following in unfetched[:FETCHED_TOGETHER]:
             self._prepare(following)
 
     def _is_prefetched(self, state: LayerState) -> bool:
@@ -286,7 +244,14 @@ class Prefetcher(Uncopied):
         current = state.current
         if current.is_prepared or not state.keeps_replicas:
             return current.is_prepared
-        return current.number == self.tracker.iteration and self._has_fetched_weights(state)
+        return current.number == self.clock.iteration and self._has_current_weights(state)
+
+    def _has_current_weights(self, state: LayerState) -> bool:
+        """Return whether the layer has fetched in the present epoch of the weights."""
+        return state.current.fetched_epoch == self._epoch(state)
+
+    def _epoch(self, state: LayerState) -> int:
+        return self.clock.epochs[self.chunk_of[state.index]]
 
     def _prepare(self, state: LayerState, *, is_alone: bool = False) -> None:
         """Begin to fetch the replicas of the layer's next microbatch.
@@ -299,17 +264,22 @@ class Prefetcher(Uncopied):
             return
         if state.config.slots:
             # Collective: at the same point on all ranks, with or without replicas.
-            ahead = self._ahead[state.index]
-            following = self._experts[ahead[0].index] if ahead else None
+            next_states = self._ahead[state.index]
+            following = self._experts[next_states[0].index] if next_states else None
             finish_gathers(self._experts[state.index], following)
         self._planner.plan_from(state.index, self.forecast, is_alone=is_alone)
         current = state.current
         current.is_prepared = True
-        if not self._needs_fetch(state):
+        is_first = current.fetched_epoch is None
+        # Weights change between two passes of a microbatch only if its forward was aborted.
+        is_later_pass = self.clock.is_within_microbatch(state.index)
+        if current.plan is not None and self._has_current_weights(state) and not is_later_pass:
+            self.detector.note_writes(state)
+        is_current = self._has_current_weights(state)
+        if is_current and (state.keeps_replicas or is_later_pass):
             return
-        is_first = current.fetched_weights is None
-        if is_first or self._weights_may_differ(state):
-            current.fetched_weights = self._weights_of[self.chunk_of[state.index]]
+        if not is_current:
+            current.fetched_epoch = self._epoch(state)
             state.renew_plan()
         if state.keeps_replicas and not is_first:
             if current.replicas is not None and current.plan is not None:
@@ -321,25 +291,6 @@ class Prefetcher(Uncopied):
             and not self._planner.is_paused
         )
         current.replicas = None if current.plan is None else self._fetch(state)
-
-    def _needs_fetch(self, state: LayerState) -> bool:
-        """Return whether the layer's next forward needs weights that have not been fetched yet."""
-        current = state.current
-        if current.number != self.tracker.iteration or current.fetched_weights is None:
-            return True
-        if state.parts.passes > 1 and self.tracker.is_within_microbatch(state.index):
-            # If weights have changed, a forward was aborted between two passes, and this one is the
-            # next.
-            return not self._has_fetched_weights(state)
-        return not state.keeps_replicas or self._weights_may_differ(state)
-
-    def _has_fetched_weights(self, state: LayerState) -> bool:
-        """Return whether the last fetch had the number of the chunk's present weights."""
-        return state.current.fetched_weights == self._weights_of[self.chunk_of[state.index]]
-
-    def _weights_may_differ(self, state: LayerState) -> bool:
-        """Return whether weights of the layer's homes may have changed since its last fetch."""
-        return not self._has_fetched_weights(state) or state.weights_were_written()
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for the whole iteration."""
@@ -356,7 +307,7 @@ class Prefetcher(Uncopied):
             )
         except RuntimeError:
             # A loop that catches the error begins a new iteration, with all buffers free.
-            self.tracker.weights_changed()
+            self.clock.end_iteration()
             raise
         if not state.keeps_replicas:
             replicas.after_backward = state.finish_backward
@@ -369,32 +320,31 @@ class Prefetcher(Uncopied):
     def _fetch_for_backward(self, replicas: Replicas) -> None:
         """Fetch dropped replicas again, and prefetch the previous layer's (lifetime ``layer``)."""
         replicas.start()
-        before = replicas.slots.index - 1
-        if before >= 0 and self.chunk_of[before] == self.chunk_of[before + 1]:
-            self.states[before].fetch_again()
+        previous = replicas.slots.index - 1
+        if previous >= 0 and self.chunk_of[previous] == self.chunk_of[previous + 1]:
+            self.states[previous].fetch_again()
 
-    def _begin_iteration(self) -> None:
+    def iteration_begins(self, iteration: int) -> None:
+        """Begin an iteration of all parts of the model. Collective; the order matters."""
         if self.find_conflicts is not None:
-            check_model(self.states, self.find_conflicts, self.tracker)
+            check_model(self.states, self.find_conflicts, self.clock)
             self.find_conflicts = None
         # If weights were loaded in the middle of an iteration, gradients may still wait.
         self.returns.complete()
-        if self.tracker.microbatches is None:
+        if self.clock.microbatches is None:
             # No iteration has been counted yet.
-            self.tracker.microbatches = training_state.num_microbatches()
-        self._planner.begin_iteration(keeps_plans=self.tracker.repeats_last())
-        if not self._planner.keeps_plans:
-            self.returns.begin_iteration(self.tracker.microbatches)
-        here.iteration = running_iteration() or here.iteration + 1
-        self.buffers.begin_iteration(self.tracker.ended_because)
+            self.clock.microbatches = training_state.num_microbatches()
+        self._planner.begin_iteration()
+        if not self.clock.is_repeated:
+            self.returns.begin_iteration(self.clock.microbatches)
+        here.iteration = iteration
+        self.buffers.begin_iteration(self.clock.ended_because)
         if self._has_fetched:
             self.meter.fetched()
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()
         self.forecast = self.routes.begin_iteration(self.monitor.history.forecast())
-        if self.rehoming is not None:
-            self.rehoming.begin_iteration(here.iteration, self.tracker, self.meter)
         self._trained.begin_iteration(self.monitor.num_frozen)
         if self.states[0].config.slots:
             self.buffers.pool()

@@ -32,19 +32,19 @@ class LayerCounts:
         self._counts = counts
         self._running = running
 
-    def add(self, chosen: Tensor) -> None:
+    def add(self, routes: Tensor) -> None:
         """Count one forward of the layer's router, as one microbatch.
 
         Args:
-            chosen: routing map, [..., E] bool, or index of the expert of each choice, negative
+            routes: routing map, [..., E] bool, or index of the expert of each choice, negative
                 where dropped.
         """
-        if chosen.dtype is torch.bool:
-            tokens = chosen.view(-1, chosen.shape[-1]).sum(dim=0)
+        if routes.dtype is torch.bool:
+            tokens = routes.view(-1, routes.shape[-1]).sum(dim=0)
         else:
-            chosen = chosen.reshape(-1).long()
+            routes = routes.reshape(-1).long()
             tokens = torch.zeros_like(self._counts[0])
-            tokens.scatter_add_(0, chosen.clamp(min=0), (chosen >= 0).long())
+            tokens.scatter_add_(0, routes.clamp(min=0), (routes >= 0).long())
         self._counts.addcmul_(self._running[:, None], tokens)
         self._running.copy_(self._running.roll(1))
 
@@ -68,29 +68,29 @@ class TokenCounts:
         device: torch.device,
     ) -> None:
         num_layers = len(experts)
-        most = max(experts)
+        num_experts = max(experts)
         # Twice the number, for layers that run twice per microbatch and for growing batches.
         distinguished = min(MOST, max(LEAST, 2 * (microbatches or MOST)))
         self._experts = experts
         self._counts = torch.zeros(
-            (distinguished, num_layers, most), dtype=torch.int64, device=device
+            (distinguished, num_layers, num_experts), dtype=torch.int64, device=device
         )
         self._running = torch.zeros((num_layers, distinguished), dtype=torch.int64, device=device)
         self._running[:, 0] = 1
         # Microbatches of each layer that `next_of` has begun, [L].
         self._begun = [0] * num_layers
         # Home rank of each expert, [L, E]; experts that a layer lacks have no tokens.
-        homes = torch.zeros((num_layers, most), dtype=torch.int64)
-        for layer, own in enumerate(experts):
-            homes[layer, :own] = torch.arange(own) // (own // ranks)
+        homes = torch.zeros((num_layers, num_experts), dtype=torch.int64)
+        for layer, layer_experts in enumerate(experts):
+            homes[layer, :layer_experts] = torch.arange(layer_experts) // (layer_experts // ranks)
         self._homes = homes.to(device).expand_as(self._counts)
         self._rank_shape = (distinguished, num_layers, ranks)
 
     @property
     def size(self) -> int:
         """Length of the result of `take`."""
-        num_layers, most = self._homes.shape[1:]
-        return num_layers * most + self.size_of_ranks
+        num_layers, num_experts = self._homes.shape[1:]
+        return num_layers * num_experts + self.size_of_ranks
 
     @property
     def size_of_ranks(self) -> int:
@@ -125,12 +125,12 @@ class TokenCounts:
         """
         ranks = self._counts.new_zeros(self._rank_shape)
         ranks.scatter_add_(2, self._homes, self._counts)
-        taken = torch.cat([self._counts.sum(dim=0).flatten(), ranks.flatten()])
+        sums = torch.cat([self._counts.sum(dim=0).flatten(), ranks.flatten()])
         self._counts.zero_()
         self._running.zero_()
         self._running[:, 0] = 1
         self._begun = [0] * len(self._begun)
-        return taken
+        return sums
 
     def split(self, total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Split the sum over the group of vectors of `take`.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -13,6 +12,7 @@ from megatron.core.parallel_state import get_expert_data_parallel_rank
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
+from megatron_hecate.comm.nccl import follow_job_timeout
 from megatron_hecate.homes.converters import (
     restore_homes_before,
     restore_homes_before_libraries,
@@ -21,6 +21,7 @@ from megatron_hecate.homes.mover import Homes
 from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.megatron.cuda_graphs import captured_parts
 from megatron_hecate.megatron.data_parallel import DataParallel
+from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.experts import FSSDPExperts
 from megatron_hecate.record.layer_recorder import LayerRecorder
 from megatron_hecate.routes.known_routes import KnownRoutes
@@ -58,34 +59,24 @@ class Model:
                     chunk_of.append(index)
         return cls(chunks, layers, chunk_of)
 
-    def find_conflicts(self, lifetime: str) -> list[str]:
-        """List conflicts of the model, as it is now, with replicas of ``lifetime``.
+    def find_conflicts(self) -> list[str]:
+        """List conflicts of the model, as it is now, with replicas.
 
-        Wrappers and adapters may be added, and parameters frozen, after the hook.
+        Wrappers and adapters may be added after the hook.
         """
-        problems = unsupported.find(wrappers.of_model(self.chunks), slots=0)
-        return problems + self.find_missing_backwards(lifetime)
+        return unsupported.find(wrappers.of_model(self.chunks), slots=0)
 
-    def find_missing_backwards(self, lifetime: str) -> list[str]:
-        """Return a line if layers that are recomputed may have no backward to free replicas."""
-        recomputes = any(layer.config.recompute_granularity for layer in self.layers)
-        if lifetime != "microbatch" or not recomputes:
-            return []
-        parameters = [p for chunk in self.chunks for p in chunk.parameters()]
-        frozen = sum(not p.requires_grad for p in parameters)
-        if not frozen:
-            return []
-        return [
-            f"lifetime='microbatch' with recomputation and {frozen} of {len(parameters)} "
-            "parameters frozen: a layer behind frozen ones may have no backward, and would keep "
-            "its replicas; use --moe-fssdp-lifetime iteration or layer"
-        ]
+
+class JobTimeout(StepEvents):
+    """Listener that keeps the timeouts of our process groups at the job's."""
+
+    def iteration_begins(self, iteration: int) -> None:
+        follow_job_timeout()
 
 
 def attach(
     model: Model,
     states: list[LayerState],
-    listeners: list[Callable[[], None]],
     homes_group: dist.ProcessGroup | None,
     folder: str | None,
 ) -> None:
@@ -94,13 +85,11 @@ def attach(
     Args:
         model: model to convert.
         states: state of each layer.
-        listeners: callbacks for the beginning of an iteration.
         homes_group: group in which experts change homes; ``None`` without rehoming.
         folder: folder of the record, if there is one.
     """
     prefetcher = Prefetcher(states, model.chunk_of, KnownRoutes(states, model.chunk_of))
-    tracker = prefetcher.tracker
-    tracker.listeners += listeners
+    clock = prefetcher.clock
     if homes_group is not None:
         prefetcher.rehoming = _rehoming(states, homes_group, prefetcher)
     prefetcher.monitor.recorder = LayerRecorder(
@@ -109,15 +98,17 @@ def attach(
         folder=folder,
         chunk_of=model.chunk_of,
         collect=prefetcher.monitor.collect_ready,
-        microbatches=lambda: tracker.microbatches or 1,
+        microbatches=lambda: clock.microbatches or 1,
     )
     block_of = _blocks_by_layer(model.chunks)
     with contextlib.ExitStack() as undo:
         config = states[0].config
         prefetcher.returns.data_parallel = DataParallel(
-            model.chunks, prefetcher, undo, orders=config.slots > 0
+            model.chunks, prefetcher.detector, undo, orders=config.slots > 0
         )
-        tracker.listeners.append(prefetcher.returns.data_parallel.begin_iteration)
+        # experts move after the prefetcher has returned gradients to their homes
+        rehoming = [] if prefetcher.rehoming is None else [prefetcher.rehoming]
+        clock.listeners = [JobTimeout(), prefetcher.returns.data_parallel, prefetcher, *rehoming]
         for layer, state in zip(model.layers, states, strict=True):
             _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
             if (block := block_of.get(id(layer))) is not None:
@@ -133,7 +124,7 @@ def attach(
             for converter in converters.values():
                 restore_homes_before(converter, prefetcher.rehoming, undo)
             restore_homes_before_libraries()
-        prefetcher.find_conflicts = functools.partial(model.find_conflicts, config.lifetime)
+        prefetcher.find_conflicts = model.find_conflicts
         for index, chunk in enumerate(model.chunks):
             begin = functools.partial(prefetcher.begin_chunk, index)
             undo.callback(chunk.register_forward_pre_hook(begin).remove)
@@ -147,16 +138,16 @@ def attach(
 def _rehoming(
     states: list[LayerState], group: dist.ProcessGroup, prefetcher: Prefetcher
 ) -> HomesSchedule:
-    tracker = prefetcher.tracker
     monitor = prefetcher.monitor
     replica = get_expert_data_parallel_rank()
-    homes = Homes(states, group, replica=replica, optimizers=tracker.optimizers)
+    homes = Homes(states, group, replica=replica, optimizers=prefetcher.detector.optimizers)
     return HomesSchedule(
         homes,
         states,
         group,
         last_loads=lambda: monitor.history.last,
-        weights_changed=tracker.weights_changed,
+        clock=prefetcher.clock,
+        meter=prefetcher.meter,
     )
 
 
@@ -166,7 +157,7 @@ def _attach_layer(
     """Convert a layer and its expert module, and hook into loading and saving of weights."""
     experts = layer.experts
     rehoming = prefetcher.rehoming
-    tracker = prefetcher.tracker
+    clock = prefetcher.clock
     _assign(
         undo,
         layer,
@@ -188,7 +179,7 @@ def _attach_layer(
         _assign(undo, experts, **timer.attributes(state.index, experts))
 
     def loaded(*_: Any) -> None:
-        tracker.weights_changed("weights were loaded")
+        clock.end_iteration("weights were loaded")
 
     undo.callback(experts.register_load_state_dict_post_hook(loaded).remove)
     if rehoming is not None:

@@ -15,7 +15,6 @@ from torch.nn import Module, ModuleList
 from megatron_hecate.comm.agreement import Note, format_ranks, refuse
 from megatron_hecate.comm.device import device_of_rank, on_gpus
 from megatron_hecate.comm.groups import connected_group
-from megatron_hecate.comm.nccl import follow_job_timeout
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.problems import collect
 from megatron_hecate.config import AUTO, HecateConfig
@@ -127,7 +126,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
             world = World(connection.nodes[part.ranks], speeds)
             transport = connection.transports[part.ranks]
             states.append(LayerState(part, index, resolved, world=world, transport=transport))
-        attach(model, states, [follow_job_timeout], homes_group, folder)
+        attach(model, states, homes_group, folder)
     else:
         JobMetrics(())
     if dist.get_rank() == 0:
@@ -246,7 +245,7 @@ def _find_unsupported(model: Model, config: HecateConfig) -> list[str]:
     """List unsupported settings, once each, over the configurations of all layers."""
     around = (wrappers.of_model(model.chunks), wrappers.of_job(), config.as_arguments())
     configs = {id(layer.config): layer.config for layer in model.layers}
-    problems = model.find_missing_backwards(config.lifetime) if config.slots else []
+    problems: list[str] = []
     for layer_config in configs.values():
         problems += unsupported.find(layer_config, *around, slots=config.slots)
     return list(dict.fromkeys(problems))

@@ -31,7 +31,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "bias": (2, dict(accumulate=2), dict(add_bias_linear=True), {}),
     "fused": (2, dict(accumulate=3), FUSED, {}),
     "fused-bias": (2, dict(accumulate=2), dict(FUSED, add_bias_linear=True), {}),
-    "fused-microbatch": (2, dict(accumulate=3), FUSED, dict(lifetime="microbatch")),
+    "fused-microbatch": (2, dict(accumulate=3), FUSED, dict(lifetime="layer")),
     "fused-layer": (2, dict(accumulate=2), FUSED, dict(lifetime="layer")),
     "fused-late": (2, dict(accumulate=2), FUSED, LATE),
     "fused-full": (2, dict(accumulate=2), dict(FUSED, **FULL), {}),
@@ -46,7 +46,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         2,
         dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False),
         dict(FUSED, add_bias_linear=True),
-        dict(lifetime="microbatch", transport="nvlink"),
+        dict(lifetime="layer", transport="nvlink"),
     ),
     "ep4-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), {}, {}),
     "ep4-fused-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), FUSED, {}),
@@ -62,7 +62,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         2,
         dict(accumulate=4),
         dict(COMBINED, **FUSED),
-        dict(lifetime="microbatch"),
+        dict(lifetime="layer"),
     ),
     "delayed-fused-overlap": (
         2,
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         2,
         dict(accumulate=2),
         dict(COMBINED, **FUSED, mtp_num_layers=1, mtp_loss_scaling_factor=0.1),
-        dict(lifetime="microbatch"),
+        dict(lifetime="layer"),
     ),
     "delayed-pp2-vpp2": (
         4,
@@ -251,7 +251,7 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
     stock = tiny_gpt.train(case, steps=4, before_step=begin_iteration)
     Prefetcher._fetch = fetch_or_not
     ours = tiny_gpt.train(
-        case, steps=4, before_step=begin_iteration, hook=tiny_gpt.fssdp_hook(lifetime="microbatch")
+        case, steps=4, before_step=begin_iteration, hook=tiny_gpt.fssdp_hook(lifetime="layer")
     )
     tiny_gpt.assert_trained_alike(stock, ours)
     assert len(fetches) == 3 * 2 * 2, "the iterations after the first fetch twice in both layers"
@@ -261,9 +261,9 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
     ("lifetime", "where"),
     [
         ("iteration", "between the linears"),
-        ("microbatch", "after both"),
+        ("layer", "after both"),
         pytest.param("iteration", "after both", marks=pytest.mark.slow),
-        pytest.param("microbatch", "between the linears", marks=pytest.mark.slow),
+        pytest.param("layer", "between the linears", marks=pytest.mark.slow),
     ],
 )
 @ranks(2, preload="te")

@@ -27,45 +27,24 @@ DOUBLE = LayerBuffer(slots=1, elements=64, dtype=torch.float64, homes=3)
 
 
 @pytest.mark.parametrize(
-    ("layers", "lifetime", "in_flight", "sizes"),
+    ("layers", "lifetime", "sizes"),
     [
-        ([SMALL, LARGE], "iteration", 1, BufferSizes((512, 1024), (1024, 1024))),
-        ([SMALL, LARGE], "microbatch", 3, BufferSizes((1024, 1024, 1024), (1024, 1024))),
-        ([SMALL, LARGE, SMALL], "layer", 9, BufferSizes((512, 1024), (1024, 1024))),
-        ([SMALL], "layer", 1, BufferSizes((512,), (1024,))),
-        ([NONE] * 3, "iteration", 1, BufferSizes((), ())),
-        ([DOUBLE], "iteration", 1, BufferSizes((512,), (512,))),
+        ([SMALL, LARGE], "iteration", BufferSizes((512, 1024), (1024, 1024))),
+        ([SMALL, LARGE, SMALL], "layer", BufferSizes((512, 1024), (1024, 1024))),
+        ([SMALL], "layer", BufferSizes((512,), (1024,))),
+        ([NONE] * 3, "iteration", BufferSizes((), ())),
+        ([DOUBLE], "iteration", BufferSizes((512,), (512,))),
     ],
 )
-def test_buffers_are_so_large(
-    layers: list[LayerBuffer], lifetime: str, in_flight: int, sizes: BufferSizes
-) -> None:
-    assert BufferSizes.plan(layers, lifetime, in_flight=in_flight) == sizes
+def test_buffers_are_so_large(layers: list[LayerBuffer], lifetime: str, sizes: BufferSizes) -> None:
+    assert BufferSizes.plan(layers, lifetime) == sizes
     assert sizes.total == sum(sizes.weights) + sum(sizes.grads)
-
-
-def test_more_microbatches_in_flight_than_the_schedule_has() -> None:
-    transport = P2P(SimpleNamespace(), timeout=30)
-    pool = BufferPool(
-        transport, [SMALL, LARGE], "microbatch", in_flight=2, device=torch.device("cpu")
-    )
-    first = pool.weights(0, label="layer 1")
-    pool.weights(1, label="layer 2")
-    with pytest.raises(
-        RuntimeError,
-        match=r"layer 1: all 2 buffers hold replicas of microbatches whose backward has not",
-    ):
-        pool.weights(0, label="layer 1")
-    pool.free(first)
-    assert pool.weights(1, label="layer 2") is first
 
 
 def test_zeros_are_not_trusted_in_another_iteration() -> None:
     """A memory saver may have dropped them between two iterations. Within one they are trusted."""
     device = torch.device("cpu")
-    pool = BufferPool(
-        P2P(SimpleNamespace(), timeout=30), [SMALL], "iteration", in_flight=1, device=device
-    )
+    pool = BufferPool(P2P(SimpleNamespace(), timeout=30), [SMALL], "iteration", device=device)
     buffer = pool.grads(0)
     buffer.begin_sums(from_zero=True)
     first, second = buffer.chunks(SMALL, torch.float32)

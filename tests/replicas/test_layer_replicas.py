@@ -62,9 +62,7 @@ def _slots(
         for h in homes
     ]
     transport = P2P(group or dist.group.WORLD, timeout=30)
-    pool = BufferPool(
-        transport, layers, lifetime, in_flight=len(layers), device=torch.device("cpu")
-    )
+    pool = BufferPool(transport, layers, lifetime, device=torch.device("cpu"))
     return [
         ReplicaSlots(i, _Experts(h, fused=fused), pool, f"layer {i + 1}")
         for i, h in enumerate(homes)
@@ -106,7 +104,7 @@ def test_memory_of_an_aborted_iteration_is_freed() -> None:
     replicas = Replicas(slots, placement, plan, is_last=lambda _: False)
     x, (home, replica) = replicas.join(torch.ones(3, 4))
     replicas.computed_by(x @ home @ replica).sum().backward()
-    assert replicas.unreturned == 1
+    assert replicas.is_accumulating
     del x, home, replica
     slots.pool.release()
     assert freed() is None
@@ -147,8 +145,7 @@ def test_layers_of_different_size_share_buffers(lifetime: str) -> None:
                 made.append(Replicas(of_layer, placement, plan, is_last=lambda _: last[0]))
                 continue
             replicas = Replicas(of_layer, placement, plan)
-            replicas.before_backward = Replicas.start if lifetime == "layer" else None
-            replicas.after_backward = lambda done: done.slots.pool.free(done.buffer)
+            replicas.before_backward = Replicas.start
             made.append(replicas)
         return made
 
@@ -196,7 +193,7 @@ class _BytesSetToZero(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 @pytest.mark.parametrize("main_grad_type", [torch.float32, torch.bfloat16])
 @ranks(2)
 def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -> None:
@@ -214,7 +211,6 @@ def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -
             last = [False]
             plan = TransferPlan.from_placement(placement, rank)
             replicas = Replicas(slots, placement, plan, is_last=lambda _: last[0])
-            replicas.after_backward = lambda done: done.slots.pool.free(done.buffer)
             for microbatch in range(microbatches):
                 last[0] = microbatch == microbatches - 1
                 x = (
@@ -230,7 +226,7 @@ def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -
                 replicas.computed_by(y).sum().backward()
                 if breaks_off:
                     break
-            replicas.drop_unreturned()
+            replicas.drop_waiting()
             if breaks_off:
                 slots.pool.reset("the step broke off")
         return counted.bytes

@@ -22,7 +22,7 @@ from megatron_hecate.replicas.memory_estimate import (
     RankMemory,
 )
 
-LIFETIMES = ("iteration", "microbatch", "layer")
+LIFETIMES = ("iteration", "layer")
 MIB = 2**20
 
 
@@ -40,7 +40,6 @@ def test_estimates_worked_out_by_hand() -> None:
     )  # 4 layers x 3 homes x 2, 4, 12 MiB
     by_hand = {
         "iteration": (4 * 2 * 2, 4 * 2 * 4),
-        "microbatch": (4 * 2 * 2, 2 * 2 * 4),
         "layer": (2 * 2 * 2, 2 * 2 * 4),
     }
     for lifetime, (weights, grads) in by_hand.items():
@@ -210,7 +209,6 @@ def test_beyond_the_estimate_are_one_layers_gradients() -> None:
 # _experts(): to come with the homes: 48 of gradients, 144 of optimizer; replicas 68, 52, 44 MiB; gradients at least 24
 FREE = {
     "iteration": 48 + 144 + 16 + 32 + 20,
-    "microbatch": 48 + 144 + 16 + 16 + 20,
     "layer": 48 + 144 + 8 + 16 + 20,
 }
 
@@ -231,18 +229,10 @@ def test_auto_takes_the_first_that_fits_on_every_rank(lifetime: str) -> None:
         "the rank with least decides"
     )
     assert JobMemory({}).choose_lifetime("auto") == "iteration"
-    less = {"iteration": "microbatch", "microbatch": "layer", "layer": "layer"}
+    less = {"iteration": "layer", "layer": "layer"}
     assert _job(enough - 1).choose_lifetime("auto") == less[lifetime]
     for asked in LIFETIMES:
         assert _job(enough - 1).choose_lifetime(asked) == asked
-
-
-@pytest.mark.fast
-def test_auto_passes_over_microbatch_where_a_pipeline_makes_it_the_largest() -> None:
-    job = _job(FREE["iteration"] - 1, in_flight=16)
-    memory = job.ranks[0].by_lifetime
-    assert memory["microbatch"].replicas > memory["iteration"].replicas
-    assert job.choose_lifetime("auto") == "layer"
 
 
 @pytest.mark.fast
@@ -251,11 +241,9 @@ def test_auto_passes_over_microbatch_where_a_pipeline_makes_it_the_largest() -> 
     [
         ("iteration", (92,), None),
         ("iteration", (91,), "68.0 MiB for replicas on rank 0, 67.0 MiB are free after its homes' gradients; "
-         "lifetime='microbatch' needs 52.0 MiB, or lifetime='layer' needs 44.0 MiB, or use slots=1"),
+         "lifetime='layer' needs 44.0 MiB, or use slots=1"),
         ("iteration", (200, 70), "68.0 MiB for replicas on rank 1, 46.0 MiB are free after its homes' gradients; "
          "lifetime='layer' needs 44.0 MiB, or use slots=1"),
-        ("microbatch", (200, 61, 60), "52.0 MiB for replicas on rank 2, 36.0 MiB are free after its homes' gradients; "
-         "use slots=1"),
         ("iteration", (57,), "68.0 MiB for replicas on rank 0, 33.0 MiB are free after its homes' gradients; "
          "use slots=1 with lifetime='layer'"),
         ("layer", (20,), "44.0 MiB for replicas on rank 0, 0.0 KiB are free after its homes' gradients; "
@@ -277,18 +265,17 @@ def test_the_table() -> None:
     memory, other = _job(100_000).ranks[0], _job(100_000, homes=1).ranks[0]
     job = JobMemory({0: memory, 1: memory, 2: memory, 3: other, 5: memory})
     tables = job.describe("layer").splitlines()
-    assert tables[:6] == [
+    assert tables[:5] == [
         "expert memory of rank 0-2, 5: homes 216.0 MiB (Adam, state not sharded: weights 24.0 MiB, "
         "gradients 48.0 MiB, optimizer 144.0 MiB); 97.7 GiB free now",
         "  lifetime    replicas, weights   gradients   transport  with homes",
         "> layer                 8.0 MiB    16.0 MiB    20.0 MiB   260.0 MiB (+20.4%)",
         "  iteration            16.0 MiB    32.0 MiB    20.0 MiB   284.0 MiB (+31.5%)",
-        "  microbatch           16.0 MiB    16.0 MiB    20.0 MiB   268.0 MiB (+24.1%)",
         "  megatron_hecate.release(model) frees 44.0 MiB between two steps",
     ]
-    assert len(tables) == 12 and tables[6].startswith("expert memory of rank 3: homes 72.0 MiB")
+    assert len(tables) == 10 and tables[5].startswith("expert memory of rank 3: homes 72.0 MiB")
     tight = _job(FREE["layer"] - 1).describe("layer").splitlines()
-    assert len(tight) == 7
+    assert len(tight) == 6
     assert (
         tight[-1]
         == "  236.0 MiB of this are not allocated yet, more than is free: the rank may run "
@@ -319,7 +306,6 @@ def test_switching_on_with_little_memory() -> None:
     homes = 4 * 4 * chunk
     replicas = {
         "iteration": (16 + 5) * chunk,
-        "microbatch": (8 + 4 + 5) * chunk,
         "layer": (8 + 5) * chunk,
     }
 
@@ -357,7 +343,7 @@ def test_switching_on_with_little_memory() -> None:
     before = snapshot(chunks)
     free(10**12, homes + replicas["iteration"] - 1)
     message = r"cannot be switched on:\n  - slots=2 with lifetime='iteration' needs .* for replicas on rank 1, .*"
-    ways = r"; lifetime='microbatch' needs .*, or lifetime='layer' needs .*, or use slots=1$"
+    ways = r"; lifetime='layer' needs .*, or use slots=1$"
     with pytest.raises(ValueError, match=message + ways):
         hook("iteration")(chunks)
     free(homes + replicas["layer"] - 1, 10**12)

@@ -74,25 +74,28 @@ def test_layers_are_planned_four_at_a_time(lifetime: str) -> None:
 
 # Fetches by layer, from 1 on, before the embedding and before the attention of each layer.
 FIRST_FORWARD = [[1], [2, 3], [4, 5], [6, 7], [8], [], [], [], []]
-EVERY_FORWARD = [[1], [2], [3], [4], [5], [6], [7], [8], []]
+# With lifetime ``layer``, see `test_lifetimes`.
 ORDERS = {
     # Replicas of the iteration serve all microbatches of a schedule.
-    ("iteration", True): [FIRST_FORWARD, [[]] * 9],
+    ("iteration", "schedule"): [FIRST_FORWARD, [[]] * 9],
     # Outside of a schedule weights may change between microbatches, so every forward fetches.
-    ("iteration", False): [FIRST_FORWARD, FIRST_FORWARD],
-    ("microbatch", True): [EVERY_FORWARD, EVERY_FORWARD],
+    ("iteration", "loop"): [FIRST_FORWARD, FIRST_FORWARD],
+    # Unless the loop says where they do.
+    ("iteration", "loop that says"): [FIRST_FORWARD, [[]] * 9],
 }
 
 
-@pytest.mark.parametrize(("lifetime", "has_schedule"), ORDERS)
+@pytest.mark.parametrize(("lifetime", "loop_kind"), ORDERS)
 @ranks(2)
-def test_layers_are_fetched_at_a_distance(lifetime: str, has_schedule: bool) -> None:
-    """Each layer's fetch begins up to four attentions before its own (one with lifetime ``microbatch``), whichever
+def test_layers_are_fetched_at_a_distance(lifetime: str, loop_kind: str) -> None:
+    """Each layer's fetch begins up to four attentions before its own, whichever
     layer it is. Oracle: the order that docs/memory.md describes, by hand."""
     import loops
     import tiny_gpt
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_attr_wrapped_model
+
+    import megatron_hecate
 
     case = tiny_gpt.Case(accumulate=2, skew=4, settings=(("num_layers", 8),))
     tiny_gpt.initialize(case)
@@ -114,8 +117,10 @@ def test_layers_are_fetched_at_a_distance(lifetime: str, has_schedule: bool) -> 
         )
     for step in range(3):
         forwards.clear()
+        if loop_kind == "loop that says":
+            megatron_hecate.iteration_begins(loop.chunks)
         loop.zero()
-        if has_schedule:
+        if loop_kind == "schedule":
             loop.call(step, 2)
         else:
             for microbatch in range(2):
@@ -127,7 +132,7 @@ def test_layers_are_fetched_at_a_distance(lifetime: str, has_schedule: bool) -> 
     assert {1, 2, 3, 5, 6, 7} <= replicated
     wanted = [
         [[layer for layer in at_once if layer in replicated] for at_once in forward]
-        for forward in ORDERS[lifetime, has_schedule]
+        for forward in ORDERS[lifetime, loop_kind]
     ]
     assert forwards == wanted
 

@@ -131,7 +131,7 @@ def test_microbatches_in_flight_are_those_of_training(
         timing=Timing(dense=1.0, pair=1.0),
         schedule=PipelineSchedule.even(layers, stages, microbatches=8 * stages, chunks=chunks),
     )
-    buffers = job.memory(slots=1, lifetime="microbatch").replica_weights / (
+    buffers = job.memory(slots=1, lifetime="layer").replica_weights / (
         2 * job.model.expert_elements
     )
     assert buffers == forwards_in_flight(config, [0, 0, *range(1, chunks)])

@@ -69,7 +69,7 @@ def test_exposed_copies_by_hand() -> None:
     assert seconds(work([1], fetch=3.0, back=2.0), contended, schedule) == pytest.approx(
         4 * 3 + 2 + 0.5 * (1 + 2)
     )
-    every = PipelineSchedule.even(1, 1, microbatches=4, lifetime="microbatch")
+    every = PipelineSchedule.even(1, 1, microbatches=4, lifetime="layer")
     assert seconds(work([1], fetch=3.0, back=2.0), timing, every) == pytest.approx(4 * (3 + 2))
     twice = simulate(
         work([1], fetch=3.0), timing, PipelineSchedule.even(1, 1, microbatches=4, lifetime="layer")
@@ -113,7 +113,7 @@ def test_routing_is_paid_in_every_microbatch_and_late_copies_once() -> None:
     late ones come early from the second on, behind 1 s of attention."""
     routed = dataclasses.replace(work([1, 1], late=0.5), routing=np.array([[0.25, 0.0]]))
     timing, bare = Timing(dense=1.0, pair=0.0), 3 * (3 * 2 + 0.25)
-    for lifetime in ("iteration", "microbatch"):
+    for lifetime in ("iteration", "layer"):
         schedule = PipelineSchedule.even(2, 1, microbatches=3, lifetime=lifetime)
         time = simulate(routed, timing, schedule)
         assert time.total[0] == pytest.approx(bare + 2 * 0.5) and time.exposed[0] == pytest.approx(
@@ -265,7 +265,7 @@ def forward_by_ticks(peak: list[int], dense: int, trip: int, fetch: list[int], a
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 def test_copies_are_waited_for_as_tick_by_tick(seed: int, lifetime: str) -> None:
     rng = np.random.default_rng(seed)
     layers, dense, trip = int(rng.integers(1, 8)), int(rng.integers(0, 6)), int(rng.integers(0, 4))

@@ -97,7 +97,7 @@ def test_when_a_layer_has_been_planned_only_the_router_holds_its_routes() -> Non
     case = tiny_gpt.Case(accumulate=2, settings=(REPLAY,))
     tiny_gpt.initialize(case)
     replay(case.accumulate)
-    run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(lifetime="microbatch", slots=2))
+    run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(lifetime="layer", slots=2))
     # a local variable of the loop holds the routes of the last layer
     router = tiny_gpt.moe_layers(run.chunks)[0].router.router_replay
     plan, alive = EarlyPlans.plan, []

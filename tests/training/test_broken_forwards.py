@@ -11,7 +11,7 @@ import pytest
 from quick import quick
 from ranks import ranks
 
-LIFETIMES = ("iteration", "layer", "microbatch")
+LIFETIMES = ("iteration", "layer")
 RECOMPUTED = {
     "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
     "moe": dict(recompute_granularity="selective", recompute_modules=["moe"]),
@@ -97,16 +97,7 @@ def test_other_weights_after_a_forward_that_broke_off(where: str) -> None:
     tiny_gpt.initialize(case)
     expected, _ = _train(case, None, where)
     for lifetime in LIFETIMES:
-        try:
-            found, replicas = _train(case, tiny_gpt.fssdp_hook(lifetime=lifetime), where)
-        except RuntimeError as error:
-            # buffers of microbatches that broke off after a dispatch are free when the next iteration begins
-            assert (
-                lifetime == "microbatch"
-                and where != "attention 0"
-                and "buffers hold replicas" in str(error)
-            ), error
-            continue
+        found, replicas = _train(case, tiny_gpt.fssdp_hook(lifetime=lifetime), where)
         assert replicas > 0
         assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), lifetime
 

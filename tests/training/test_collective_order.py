@@ -55,15 +55,14 @@ def test_buckets_of_every_size(size: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lifetime", ["microbatch", "layer"])
 @ranks(4)
-def test_gathers_of_recomputed_layers(lifetime: str) -> None:
+def test_gathers_of_recomputed_layers() -> None:
     """Buckets of one parameter each, also in the next tests."""
     import tiny_gpt
 
     case = tiny_gpt.Case(**SHARDED, bucket_size=1, settings=tuple(RECOMPUTE.items()))
     tiny_gpt.initialize(case)
-    _plan_apart(case, lifetime=lifetime)
+    _plan_apart(case, lifetime="layer")
 
 
 @pytest.mark.slow

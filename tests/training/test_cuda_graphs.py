@@ -30,7 +30,7 @@ TRANSFORMER_ENGINE = {  # scopes, fields of Case, fields of TransformerConfig, s
         {},
         dict(late_replicas=4),
     ),
-    "router-alone": (("moe_router",), dict(accumulate=4), {}, dict(lifetime="microbatch")),
+    "router-alone": (("moe_router",), dict(accumulate=4), {}, dict(lifetime="layer")),
     "preprocess": (SCOPES, {}, {}, {}),
     "preprocess-before-the-first-step": (SCOPES, {}, dict(cuda_graph_warmup_steps=0), {}),
     "preprocess-layer-recompute": (SCOPES, dict(grouped=True), RECOMPUTED, dict(lifetime="layer")),
@@ -122,7 +122,7 @@ def test_transformer_engines_graphs(name: str) -> None:
     _assert_alike(stock, ours, moving, eager_steps=eager_steps)
 
 
-@pytest.mark.parametrize("name", quick(["hybrid", "mamba-microbatch"], ["mamba-microbatch"]))
+@pytest.mark.parametrize("name", quick(["hybrid", "mamba-layer"], ["mamba-layer"]))
 @ranks(2)
 def test_megatrons_own_graphs(name: str) -> None:
     """They hold the router and the preprocessing, and what comes after the experts."""
@@ -132,7 +132,7 @@ def test_megatrons_own_graphs(name: str) -> None:
 
     scopes, lifetime = {
         "hybrid": (("attn", "moe_router"), "iteration"),
-        "mamba-microbatch": (("mamba", "moe_preprocess"), "microbatch"),
+        "mamba-layer": (("mamba", "moe_preprocess"), "layer"),
     }[name]
     tiny_hybrid.install("M*EM*E")
     case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 6),))

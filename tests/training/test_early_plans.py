@@ -34,9 +34,7 @@ def _train(case: Any, steps: int, **settings: Any) -> tuple[Any, list[str]]:
     return run, threads
 
 
-@pytest.mark.parametrize(
-    "lifetime", quick(["iteration", "microbatch", "layer"], ["iteration", "layer"])
-)
+@pytest.mark.parametrize("lifetime", quick(["iteration", "layer"], ["iteration", "layer"]))
 @ranks(2)
 def test_plans_of_the_thread_are_those_of_the_layers(lifetime: str) -> None:
     import tiny_gpt

@@ -17,7 +17,7 @@ FILLED = (((1,), ()), ((0, 1, 2), (0,)), ((), (2,)), ((0, 2), (0, 1)), ((), ()),
 SLOTS = 3
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 @ranks(2)
 def test_of_sequential_experts(lifetime: str) -> None:
     import tiny_gpt
@@ -32,7 +32,7 @@ def test_of_sequential_experts(lifetime: str) -> None:
     [
         ("fused", "iteration"),
         ("delayed", "iteration"),
-        ("biases", "microbatch"),
+        ("biases", "layer"),
         pytest.param("unfused", "iteration", marks=pytest.mark.slow),
         pytest.param("delayed", "layer", marks=pytest.mark.slow),
     ],

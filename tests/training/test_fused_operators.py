@@ -57,7 +57,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         2,
         dict(accumulate=3),
         dict(FUSED, **BIAS),
-        dict(lifetime="microbatch"),
+        dict(lifetime="layer"),
     ),
     "bias-late": (2, dict(accumulate=2), BIAS, dict(late_replicas=2)),
     "fused-squared-relu-layer": (2, dict(accumulate=2), dict(FUSED, **SQUARED_RELU), LAYER),
@@ -68,7 +68,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "delayed-bias": (2, dict(accumulate=4), dict(COMBINED, **BIAS), {}),
     "delayed-fused-overlap": (2, dict(accumulate=4, **OVERLAP), dict(COMBINED, **FUSED), LAYER),
     "dispatch-fused": (2, dict(accumulate=2), dict(DISPATCH, **FUSED), {}),
-    "fused-pp2": (4, dict(pp=2, accumulate=4), FUSED, dict(lifetime="microbatch")),
+    "fused-pp2": (4, dict(pp=2, accumulate=4), FUSED, dict(lifetime="layer")),
     "delayed-fused-pp2-vpp2": (
         4,
         dict(pp=2, vpp=2, accumulate=4, **OVERLAP),
@@ -89,7 +89,7 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
         2,
         STORED,
         dict(FUSED, **MXFP8, **FULL, fp8_param=True),
-        dict(lifetime="microbatch"),
+        dict(lifetime="layer"),
     ),
     "delayed-fused-mxfp8-param": (
         2,

@@ -101,7 +101,7 @@ class Draw:
                 slots=choose.choice(
                     [1, 2, min(homes + 2, elsewhere), elsewhere + 1 if choose.random() < 0.1 else 2]
                 ),
-                lifetime=choose.choice(["iteration", "microbatch", "layer"]),
+                lifetime=choose.choice(["iteration", "layer"]),
                 late_replicas=choose.choice([0, 0, 3]),
                 transport=choose.choice(["p2p", "p2p", "nvlink"]),
             )

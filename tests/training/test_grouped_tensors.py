@@ -24,7 +24,7 @@ FLEX = dict(moe_token_dispatcher_type="flex")
 CASES: dict[str, tuple[dict, dict, dict]] = {
     "unfused": (dict(accumulate=2), {}, {}),
     "fused-bias": (dict(accumulate=3), dict(FUSED, add_bias_linear=True), {}),
-    "fused-late": (dict(accumulate=2), FUSED, dict(lifetime="microbatch", late_replicas=2)),
+    "fused-late": (dict(accumulate=2), FUSED, dict(lifetime="layer", late_replicas=2)),
     "recompute-layer": (dict(accumulate=2), dict(FUSED, **RECOMPUTE), dict(lifetime="layer")),
     "delayed-bias": (dict(accumulate=4), dict(DELAYED, add_bias_linear=True), {}),
     "delayed-fused": (dict(accumulate=4), dict(DELAYED, **FUSED), {}),

@@ -57,7 +57,7 @@ def route_by_ids(vocabulary: int) -> Callable[[list], None]:
     return give_table
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", "microbatch"])
+@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 @ranks(2)
 def test_the_first_iteration_has_replicas_for_its_own_tokens(lifetime: str) -> None:
     import tiny_gpt

@@ -19,8 +19,6 @@ PATTERN, PREDICTION = "*EE*E", "*EEE"  # three layers of experts share two buffe
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
                 ("iteration", False),
-                ("microbatch", False),
-                ("microbatch", True),
                 ("layer", False),
                 ("layer", True),
             )

@@ -13,7 +13,7 @@ import pytest
 from quick import quick
 from ranks import ranks
 
-LIFETIMES = ("iteration", "microbatch", "layer")
+LIFETIMES = ("iteration", "layer")
 RECOMPUTED = {
     "kept": {},
     "recomputed": dict(

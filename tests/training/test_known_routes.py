@@ -32,16 +32,16 @@ from replayed_routes import (
     ("lifetime", "fields", "megatron"),
     [
         pytest.param("iteration", {}, {}, marks=pytest.mark.slow),
-        ("microbatch", dict(accumulate=3), {}),
+        ("layer", dict(accumulate=3), {}),
         ("layer", dict(accumulate=2, distributed_optimizer=True, overlap=True), RECOMPUTE),
         pytest.param(
-            "microbatch",
+            "layer",
             dict(accumulate=2),
             dict(overlap_moe_expert_parallel_comm=True),
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["iteration", "microbatch", "layer-recompute-overlap", "ep-comm-overlap"],
+    ids=["iteration", "layer", "layer-recompute-overlap", "ep-comm-overlap"],
 )
 @ranks(2)
 def test_plans_are_made_for_the_replayed_routes(
@@ -185,7 +185,7 @@ def test_metrics_of_a_plan_for_each_microbatch() -> None:
                 lambda experts, _, i=index: held[i].append(_count_replicas(experts))
             )
 
-    run = train_steps(case, 2, before=note, lifetime="microbatch", slots=1)
+    run = train_steps(case, 2, before=note, lifetime="layer", slots=1)
     dist.all_reduce(computed)
     recorder = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor.recorder.stage
     with mock.patch.object(recorder, "log") as log:

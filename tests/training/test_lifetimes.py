@@ -1,4 +1,4 @@
-"""Replicas that live for a microbatch or a layer. Oracle: the same model, not converted, on the same ranks and data.
+"""Replicas that live for a layer's forward or backward. Oracle: the same model, not converted, on the same ranks and data.
 
 Models are deep enough for layers to share buffers: with lifetime ``layer`` a layer's replicas are dropped in every
 forward and must be fetched again in the backward. ``test_parity`` covers the lifetime ``iteration``.
@@ -14,7 +14,7 @@ import pytest
 from quick import quick
 from ranks import ranks
 
-LIFETIMES = ("microbatch", "layer")
+LIFETIMES = ("layer",)
 FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SHARDED = dict(distributed_optimizer=True, overlap=True)
 COMBINED = dict(overlap_moe_expert_parallel_comm=True)
@@ -164,7 +164,6 @@ def test_the_same_run_twice_on_two_ranks(name: str) -> None:
     ("lifetime", "expected"),
     [
         ("iteration", "f1 f2 f3 f4 | r4 r3 r2 r1"),
-        ("microbatch", "f1 f2 f3 f4 | r4 r3 r2 r1 f1 f2 f3 f4 | r4 r3 r2 r1"),
         # two buffers: the last two layers' replicas are there when a backward begins, the first two's when it ends
         ("layer", "f1 f2 f3 f4 | r4 f2 r3 f1 r2 r1 f3 f4 | r4 f2 r3 f1 r2 r1"),
     ],

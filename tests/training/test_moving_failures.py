@@ -143,7 +143,7 @@ def test_a_state_that_cannot_move_on_one_rank_is_an_error_on_all() -> None:
 
     run = about_to_move()
     states = []
-    for optimizer in tiny_gpt.moe_layers(run.chunks)[0].prefetcher.tracker.optimizers():
+    for optimizer in tiny_gpt.moe_layers(run.chunks)[0].prefetcher.detector.optimizers():
         states += optimizer.state.values()
     moments = [state["exp_avg"] for state in states]
     if dist.get_rank() == 1:

@@ -225,7 +225,7 @@ def test_memory_of_a_rank_in_the_record() -> None:
     "settings",
     [
         {},
-        dict(late_replicas=4, lifetime="microbatch"),
+        dict(late_replicas=4, lifetime="layer"),
         pytest.param(dict(slots=0), marks=pytest.mark.slow),
         pytest.param(dict(lifetime="layer"), marks=pytest.mark.slow),
     ],

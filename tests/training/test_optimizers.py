@@ -93,27 +93,27 @@ def test_steps_that_no_hook_sees_are_told_by_counting() -> None:
 
     def unseen(chunks: list) -> list:
         chunks = tiny_gpt.fssdp_hook()(chunks)
-        tiny_gpt.moe_layers(chunks)[0].prefetcher.tracker.before_step = lambda optimizer: None
+        tiny_gpt.moe_layers(chunks)[0].prefetcher.detector.before_step = lambda optimizer: None
         return chunks
 
     tiny_gpt.assert_trained_alike(tiny_gpt.train(case), tiny_gpt.train(case, hook=unseen))
 
 
 def _counting(hook: Callable[[list], list], seen: Counter) -> Callable[[list], list]:
-    """``hook``, after which ``seen`` counts the steps that the model's tracker is told of, by class."""
+    """``hook``, after which ``seen`` counts the steps that the model's detector is told of, by class."""
 
     def convert(chunks: list) -> list:
         import tiny_gpt
 
         chunks = hook(chunks)
-        tracker = tiny_gpt.moe_layers(chunks)[0].prefetcher.tracker
-        before_step = tracker.before_step
+        detector = tiny_gpt.moe_layers(chunks)[0].prefetcher.detector
+        before_step = detector.before_step
 
         def count(optimizer: Any) -> None:
             seen[type(optimizer).__name__] += 1
             before_step(optimizer)
 
-        tracker.before_step = count
+        detector.before_step = count
         return chunks
 
     return convert

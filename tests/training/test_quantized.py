@@ -31,7 +31,7 @@ LAYOUTS: dict[str, Layout] = {
         "mxfp8",
         dict(accumulate=3),
         {},
-        dict(lifetime="microbatch", late_replicas=2),
+        dict(lifetime="layer", late_replicas=2),
     ),
     "mxfp8-layer": (2, "mxfp8", {}, {}, dict(lifetime="layer")),
     "mxfp8-recompute": (2, "mxfp8", {}, FULL, {}),
@@ -92,7 +92,7 @@ STORED: dict[str, Layout] = {
         "mxfp8",
         dict(pp=2, accumulate=4),
         FULL,
-        dict(lifetime="microbatch"),
+        dict(lifetime="layer"),
     ),
     "mxfp8-delayed": (
         2,
@@ -101,7 +101,7 @@ STORED: dict[str, Layout] = {
         DELAYED,
         {},
     ),
-    "tensorwise-microbatch": (2, "tensorwise", {}, {}, dict(lifetime="microbatch")),
+    "tensorwise-microbatch": (2, "tensorwise", {}, {}, dict(lifetime="layer")),
     "tensorwise-distopt-overlap": (
         2,
         "tensorwise",

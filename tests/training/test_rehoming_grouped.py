@@ -95,4 +95,4 @@ def test_fused_weight_gradients(ep: int) -> None:
     fused = (("gradient_accumulation_fusion", True),)
     case = tiny_gpt.Case(ep=ep, grouped=True, accumulate=2, settings=fused, **SHARDED)
     tiny_gpt.initialize(case)
-    training_with_moves.compare(case, repeat=True, lifetime="microbatch")
+    training_with_moves.compare(case, repeat=True, lifetime="layer")

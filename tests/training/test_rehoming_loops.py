@@ -65,9 +65,9 @@ def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
     import rehoming_hooks
     import tiny_gpt
 
-    from megatron_hecate.step import iteration_tracker
+    from megatron_hecate.step import detect
 
-    iteration_tracker.listen_to_steps = lambda tracker: None
+    detect.listen_to_steps = lambda detector: None
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
     trained = tiny_gpt.train(case, steps=3, hook=rehoming_hooks.rehoming_hook(slots=0))

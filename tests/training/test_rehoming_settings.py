@@ -23,7 +23,7 @@ SETTINGS: dict[str, tuple[int, dict, dict, dict]] = {
         2,
         dict(accumulate=2, **SHARDED),
         dict(num_layers=4),
-        dict(lifetime="microbatch"),
+        dict(lifetime="layer"),
     ),
     "layer-recompute": (2, dict(accumulate=2), dict(FULL, num_layers=4), dict(lifetime="layer")),
     "late": (2, dict(accumulate=2, **SHARDED), {}, dict(late_replicas=4)),
@@ -44,7 +44,7 @@ SETTINGS: dict[str, tuple[int, dict, dict, dict]] = {
         4,
         dict(pp=2, vpp=2, accumulate=4, **SHARDED),
         {},
-        dict(lifetime="microbatch", late_replicas=3),
+        dict(lifetime="layer", late_replicas=3),
     ),
 }
 

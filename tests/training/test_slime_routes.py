@@ -193,10 +193,9 @@ def set_stage_in_forward(framework: Any) -> None:
     ("lifetime", "megatron"),
     [
         ("iteration", {}),
-        pytest.param("microbatch", {}, marks=pytest.mark.slow),
         pytest.param("layer", RECOMPUTE, marks=pytest.mark.slow),
     ],
-    ids=["iteration", "microbatch", "layer-recompute"],
+    ids=["iteration", "layer-recompute"],
 )
 @pytest.mark.parametrize("name", FRAMEWORKS)
 @ranks(2)

@@ -43,7 +43,7 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("lifetime", quick(["iteration", "microbatch", "layer"], ["iteration"]))
+@pytest.mark.parametrize("lifetime", quick(["iteration", "layer"], ["iteration"]))
 @ranks(2)
 def test_steps_allocate_nothing_for_replicas(lifetime: str) -> None:
     """But for what autograd makes itself: a replica's weight gradients, as for any expert that computes."""

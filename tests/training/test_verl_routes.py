@@ -35,7 +35,7 @@ def compare_with_stock() -> list[np.ndarray]:
     stock = train_steps(case, 2)
     found: list[np.ndarray] = []
     note_forecasts(found)
-    ours = train_steps(case, 2, lifetime="microbatch", slots=2)
+    ours = train_steps(case, 2, lifetime="layer", slots=2)
     tiny_gpt.assert_trained_alike(stock, ours)
     return found
 

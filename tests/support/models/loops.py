@@ -20,6 +20,8 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.utils import get_model_config
 
+import megatron_hecate
+
 STEPS = 4
 
 
@@ -403,6 +405,21 @@ def own_loop(loop: Loop, *, quiet: str = "none", finish: bool = True) -> list[fl
     return losses
 
 
+def own_loop_that_says(loop: Loop) -> list[float]:
+    """No schedule; weights change only in the optimizer's step, as the loop says."""
+    losses = []
+    for step in range(STEPS):
+        megatron_hecate.iteration_begins(loop.chunks)
+        loop.zero()
+        for index in range(3):
+            loss = loop.forward(step, index) / 3
+            loss.backward()
+            losses.append(float(loss))
+        finalize_model_grads(loop.chunks, None)
+        loop.update()
+    return losses
+
+
 def gradients_scaled_by_hand(loop: Loop, *, factor: float, calls: bool = False) -> list[float]:
     """``main_grad`` is scaled, or zeroed, inside ``no_sync`` and right after it; ``calls``: of a schedule."""
     config = get_model_config(loop.chunks[0])
@@ -436,7 +453,7 @@ def gradients_scaled_by_hand(loop: Loop, *, factor: float, calls: bool = False) 
     return losses
 
 
-def weights_change_in_forward_step(loop: Loop, *, how: str) -> list[float]:
+def weights_change_in_forward_step(loop: Loop, *, how: str, says: bool = False) -> list[float]:
     """A schedule's ``forward_step`` changes all weights before each microbatch."""
     losses = []
     for step in range(STEPS):
@@ -447,6 +464,8 @@ def weights_change_in_forward_step(loop: Loop, *, how: str) -> list[float]:
             data: Any, model: Any, *, factors: Iterator[float] = factors, **_: Any
         ) -> Any:
             loop.scale(next(factors), how)
+            if says:
+                megatron_hecate.weights_changed(loop.chunks)
             return tiny_gpt.forward_step(data, model, case=loop.case)
 
         losses += loop.reports(step, forward_step, 4)
@@ -680,9 +699,12 @@ PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
     "without DDP, rolled back": partial(without_ddp, rolls_back=True),
     "without DDP, own optimizer": partial(without_ddp, own_optimizer=True),
 }
-# Tensors' version counters do not show these: replicas must be fetched in every forward.
-ONLY_WITH_LIFETIME_MICROBATCH = {
-    "weights written in forward_step, unseen": partial(weights_change_in_forward_step, how="data"),
+# Tensors' version counters do not show these: the loop says so.
+TOLD = {
+    "weights written in forward_step, told": partial(
+        weights_change_in_forward_step, how="data", says=True
+    ),
+    "own loop that says where iterations begin": own_loop_that_says,
 }
 # Refused with the other lifetimes.
 ONLY_WITH_LIFETIME_LAYER = {

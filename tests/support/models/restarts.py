@@ -227,9 +227,7 @@ POINTS = {
     "before the step, observed": Point(
         before_step, at=0, settings={"observe": True, "record": "observed"}
     ),
-    "forward, recorded and traced": Point(
-        in_forward, settings={"record": "recorded", "trace": "1-99"}
-    ),
+    "forward, recorded": Point(in_forward, settings={"record": "recorded"}),
 }
 
 

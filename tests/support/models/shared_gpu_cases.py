@@ -57,7 +57,7 @@ CASES: dict[str, dict[str, tuple[dict, dict, dict]]] = {
             {},
         ),
         "layer": (dict(accumulate=2), dict(FUSED, num_layers=4), dict(lifetime="layer")),
-        "microbatch": (dict(accumulate=3), FUSED, dict(lifetime="microbatch")),
+        "microbatch": (dict(accumulate=3), FUSED, dict(lifetime="layer")),
         "late": (dict(accumulate=2), FUSED, LATE),
         "unfused-bias": (dict(accumulate=2), dict(add_bias_linear=True), {}),
         "capacity": (dict(accumulate=2), dict(FUSED, **CAPACITY), {}),
@@ -105,7 +105,7 @@ CASES: dict[str, dict[str, tuple[dict, dict, dict]]] = {
         "fp8-tensorwise-stored": (
             dict(FP8_STORED, optimizer=dict(fp8_recipe="tensorwise")),
             dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True),
-            dict(lifetime="microbatch"),
+            dict(lifetime="layer"),
         ),
     },
     "life": {

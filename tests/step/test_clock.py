@@ -7,27 +7,43 @@ import gc
 import pytest
 import torch
 
-from megatron_hecate.step.iteration_tracker import IterationTracker
+from megatron_hecate.megatron.events import StepEvents
+from megatron_hecate.step.clock import Clock
+from megatron_hecate.step.detect import Detector
 
 pytestmark = pytest.mark.fast
 
 
-class _Log:
-    def __init__(self, num_layers: int, passes: tuple[int, ...] | None = None) -> None:
-        self.waiting, self.events = [], []
-        self.tracker = IterationTracker(
-            passes or (1,) * num_layers,
-            on_begin=lambda: self.events.append("begin"),
-            drop_unreturned=self._drop,
-        )
+class _Returns:
+    """Gradients of replicas, as the detector sees them."""
 
-    def _drop(self) -> list:
+    data_parallel = None
+
+    def __init__(self) -> None:
+        self.waiting: list[str] = []
+
+    def wait_for(self, optimizer: torch.optim.Optimizer) -> bool:
+        return bool(self.waiting)
+
+    def drop(self) -> list[str]:
         dropped, self.waiting = self.waiting, []
         return dropped
 
+
+class _Log(StepEvents):
+    def __init__(self, num_layers: int, passes: tuple[int, ...] | None = None) -> None:
+        self.events: list[str] = []
+        self.clock = Clock(passes or (1,) * num_layers)
+        self.clock.listeners.append(self)
+        self.returns = _Returns()
+        self.detector = Detector(self.clock, self.returns, [0] * num_layers)
+
+    def iteration_begins(self, iteration: int) -> None:
+        self.events.append("begin")
+
     def forward(self, layer: int) -> bool:
-        begins = self.tracker.enter(layer)
-        self.tracker.forwarded(layer)
+        begins = self.clock.enter(layer)
+        self.clock.forwarded(layer)
         return begins
 
 
@@ -45,7 +61,7 @@ def test_a_layer_that_runs_twice_in_a_microbatch() -> None:
     log = _Log(num_layers=2, passes=(1, 2))
     within = []
     for layer in (0, 1, 1, 0, 1, 1):
-        within.append(log.tracker.is_within_microbatch(layer))
+        within.append(log.clock.is_within_microbatch(layer))
         log.forward(layer)
     assert within == [False, False, True, False, False, True]
     assert log.events == ["begin"]
@@ -86,7 +102,7 @@ def test_interleaved_chunks() -> None:
     log = _Log(num_layers=2)
     # chunk 0 runs both microbatches before chunk 1, as interleaved pipelines do
     assert [log.forward(layer) for layer in (0, 0, 1, 1)] == [True, False, True, False]
-    log.tracker.weights_changed()
+    log.clock.end_iteration()
     assert [log.forward(0) for _ in range(3)] == [True, False, False]
     assert [log.forward(1) for _ in range(3)] == [True, False, False]
     assert log.events == ["begin", "begin"]
@@ -98,15 +114,15 @@ def test_the_number_of_microbatches_is_that_of_the_iteration_before() -> None:
         for _ in range(microbatches):
             for layer in (0, 1, 1):
                 log.forward(layer)
-        seen.append(log.tracker.microbatches)
-        log.tracker.weights_changed()
+        seen.append(log.clock.microbatches)
+        log.clock.end_iteration()
     assert seen == [None, 3, 3, 4]
 
 
 def test_any_number_of_microbatches() -> None:
     log = _Log(num_layers=1)
     assert [log.forward(0) for _ in range(5)] == [True, False, False, False, False]
-    log.tracker.weights_changed()
+    log.clock.end_iteration()
     assert log.forward(0)
     assert log.events == ["begin", "begin"]
 
@@ -114,7 +130,7 @@ def test_any_number_of_microbatches() -> None:
 def test_a_step_before_gradients_returned_is_an_error_once() -> None:
     log = _Log(num_layers=1)
     log.forward(0)
-    log.waiting = ["layer 3", "layer 5"]
+    log.returns.waiting = ["layer 3", "layer 5"]
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(
         RuntimeError, match=r"SGD steps while .* wait \(layer 3, layer 5\).* finish_grad_sync"
@@ -124,9 +140,9 @@ def test_a_step_before_gradients_returned_is_an_error_once() -> None:
     assert [log.forward(0) for _ in range(3)] == [True, False, False]
 
 
-def test_a_dead_tracker_leaves_optimizers_alone() -> None:
+def test_a_dead_detector_leaves_optimizers_alone() -> None:
     log = _Log(num_layers=1)
-    log.waiting = ["layer 1"]
+    log.returns.waiting = ["layer 1"]
     del log
     gc.collect()
     torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()

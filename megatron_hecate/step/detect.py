@@ -1,0 +1,133 @@
+"""Inference of a model's iterations from Megatron, for loops that do not say where they begin.
+
+| observed | consequence |
+|---|---|
+| DDP reduces gradients | gradients of replicas return first; then the iteration ends |
+| DDP zeroes gradients | gradients of replicas are dropped; the iteration ends |
+| an optimizer steps | the iteration ends |
+| a forward outside of a schedule's call | weights may have changed, by writes that show nowhere |
+| version counters of weights have grown | weights have changed |
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Sequence
+
+from torch.optim.optimizer import Optimizer
+
+from megatron_hecate.megatron.data_parallel import DataParallel
+from megatron_hecate.megatron.global_hooks import listen_to_steps
+from megatron_hecate.step.clock import Clock
+from megatron_hecate.step.gradient_returns import GradientReturns
+from megatron_hecate.step.layer_state import LayerState
+
+
+class Detector:
+    """Adapter that tells a model's clock what Megatron's DDP, optimizers and schedules do.
+
+    Args:
+        clock: clock of the model.
+        returns: gradients of the model's replicas.
+        chunk_of: index of each layer's model chunk.
+    """
+
+    def __init__(self, clock: Clock, returns: GradientReturns, chunk_of: Sequence[int]) -> None:
+        self._clock = clock
+        self._returns = returns
+        self._chunk_of = chunk_of
+        # For each chunk, the schedule's call that ran its last forward.
+        self._calls: list[int | None] = [None] * (max(chunk_of) + 1)
+        # Each optimizer that has stepped, by its id, with the last iteration that had begun.
+        self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        listen_to_steps(self)
+
+    @property
+    def data_parallel(self) -> DataParallel | None:
+        """DDP around the model's chunks."""
+        return self._returns.data_parallel
+
+    def forward_begins(self, chunk: int) -> bool:
+        """Note that a training forward of a model chunk begins.
+
+        Returns:
+            True if one of Megatron's schedules runs the forward.
+        """
+        data_parallel = self.data_parallel
+        call = None if data_parallel is None else data_parallel.schedule_call(chunk)
+        if call != self._calls[chunk] or (call is None and not self._clock.is_told):
+            self._clock.weights_changed(chunk)
+        self._calls[chunk] = call
+        has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
+        if has_ddp or self._clock.is_told or self._stepped or chunk != self._chunk_of[0]:
+            return call is not None
+        # Without DDP and with an optimizer that is not torch's, nothing else ends an iteration.
+        if self._clock.all_are_in and not self._returns.awaits_backward(self._clock.forwards):
+            self._clock.end_iteration()
+        return call is not None
+
+    def note_writes(self, state: LayerState) -> None:
+        """Compare the version counters of a layer's weights with those at the last fetch.
+
+        Raises:
+            RuntimeError: if only some weights were written: other ranks may have written none, and
+                would not fetch.
+        """
+        written = list(map(operator.ne, state.versions(), state.fetched_versions))
+        if not any(written):
+            return
+        if not all(written):
+            raise RuntimeError(
+                f"{state.name}: {sum(written)} of {len(written)} weights of experts were written "
+                "within a call of Megatron's schedule, after replicas had been fetched; write them "
+                "between calls, or write all of them on all ranks, or call "
+                "megatron_hecate.weights_changed(model) on all ranks after the writes"
+            )
+        self._clock.weights_changed(self._chunk_of[state.index])
+
+    def gradients_wanted(self, chunk: int) -> None:
+        """Return waiting gradients of ``chunk`` to their homes, before DDP reduces gradients."""
+        self._returns.complete(chunk)
+
+    def gradients_reduced(self) -> None:
+        """End the iteration after DDP has reduced gradients."""
+        self._clock.gradients_reduced()
+
+    def gradients_dropped(self) -> None:
+        """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
+        if self.data_parallel is not None:
+            # Set the function before the first schedule runs: the first iteration needs it, too.
+            self.data_parallel.set_no_sync_func()
+        self._returns.drop()
+        self._clock.end_iteration("DDP zeroed gradients")
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """End the iteration before a step of ``optimizer``, even if it steps another model.
+
+        Raises:
+            RuntimeError: if it steps experts whose replicas' gradients have not returned.
+        """
+        clock = self._clock
+        self._stepped[id(optimizer)] = (weakref.ref(optimizer), clock.begun)
+        clock.has_stepped = True
+        clock.end_iteration(f"{type(optimizer).__name__} stepped, of this model or of another one")
+        if not self._returns.wait_for(optimizer):
+            return
+        # Drop the gradients, so that a loop which catches the error can continue.
+        waiting = self._returns.drop()
+        if waiting:
+            raise RuntimeError(
+                f"FSSDP: {type(optimizer).__name__} steps while gradients of replicas wait "
+                f"({', '.join(waiting)}): the last backward ran in DDP's no_sync(), and nothing "
+                "has reduced gradients since; leave it and call finish_grad_sync() of every model "
+                "chunk before the step, as finalize_model_grads does"
+            )
+
+    def optimizers(self) -> list[Optimizer]:
+        """Return the live optimizers that have stepped.
+
+        Sorted by the iteration of the last step, latest first; ties in the order of the first step.
+        """
+        newest = sorted(self._stepped.values(), key=lambda stepped: -stepped[1])
+        return [optimizer for reference, _ in newest if (optimizer := reference()) is not None]

@@ -1,0 +1,76 @@
+"""Late replicas: fetched after the gate, where the true loads of a microbatch make them pay."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import Tensor
+
+from megatron_hecate.megatron.forward_pass import ForwardPass
+from megatron_hecate.megatron.training_state import Forward
+from megatron_hecate.plan import Placement, add_late_replicas
+from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.step.layer_state import LayerState
+
+
+class LateReplicas:
+    """Late replicas of one model's layers.
+
+    Args:
+        fetch: begins to fetch the planned replicas of a layer that has none yet.
+    """
+
+    def __init__(self, fetch: Callable[[LayerState], Replicas]) -> None:
+        self._fetch = fetch
+
+    def are_expected(self, state: LayerState, running: ForwardPass) -> bool:
+        """Return whether the running forward of a layer may fetch late replicas."""
+        return state.current.expects_late and running.purpose is Forward.MICROBATCH
+
+    def add(self, state: LayerState, loads: Tensor) -> Replicas | None:
+        """Fetch more replicas of a layer if its true loads make further copies pay.
+
+        Replicas that microbatches have computed with stay unchanged until the iteration ends.
+
+        Args:
+            state: state of the layer.
+            loads: tokens of the microbatch per source and expert, [N, E].
+
+        Returns:
+            The replicas of the running forward.
+        """
+        current = state.current
+        current.expects_late = False
+        placement = _plan(state, loads)
+        if placement is not current.placement:
+            state.extend_placement(placement)
+            if current.replicas is None:
+                current.replicas = self._fetch(state)
+            else:
+                current.replicas.add_late(placement, state.plan)
+        return current.replicas
+
+
+def _plan(state: LayerState, loads: Tensor) -> Placement:
+    """Add replicas to the layer's placement where they pay for one microbatch.
+
+    Args:
+        state: state of the layer.
+        loads: tokens of the microbatch per source and expert, [N, E].
+
+    Returns:
+        The layer's placement itself if no further replica pays.
+    """
+    shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
+    placement = add_late_replicas(
+        # The only synchronization of the host with the device.
+        loads.sum(dim=0).cpu().numpy(),
+        state.placement,
+        state.world,
+        cost=shape.copy_cost(state.world),
+        most=state.config.late_replicas,
+        across_nodes=state.config.speeds is not None,
+    )
+    state.check_agreement(placement)
+    return placement
