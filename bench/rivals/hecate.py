@@ -88,7 +88,7 @@ class HecateLate(HecateUnpriced):
         world = self.setting.world
         most = self.setting.num_ranks
         return add_late_replicas(
-            load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=False
+            load.sum(axis=0), placement, world, cost=cost, max_copies=most, across_nodes=False
         )
 
 
@@ -106,5 +106,5 @@ class HecateLatePriced(Hecate):
         world = self.setting.world
         most = self.setting.num_ranks
         return add_late_replicas(
-            load.sum(axis=0), placement, world, cost=cost, most=most, across_nodes=True
+            load.sum(axis=0), placement, world, cost=cost, max_copies=most, across_nodes=True
         )

@@ -89,8 +89,8 @@ def _with_version(module: str) -> str:
 def _where_megatron_built_them(convert: Callable) -> Callable:
     @functools.wraps(convert)
     def conversion(*args: Any, **kwargs: Any) -> Any:
-        given = map(_schedule_of, (*args, *kwargs.values()))
-        return _at_home(given, functools.partial(convert, *args, **kwargs))
+        schedules = map(_schedule_of, (*args, *kwargs.values()))
+        return _at_home(schedules, functools.partial(convert, *args, **kwargs))
 
     conversion._megatron_hecate = True  # type: ignore[attr-defined]
     return conversion
@@ -152,9 +152,9 @@ def _restored_first(base: type, name: str) -> Callable[..., Any]:
     return convert
 
 
-def _at_home(found: Iterable[HomesSchedule | None], convert: Callable[[], Any]) -> Any:
-    """Restore the homes of all schedules ``found``, then call ``convert``; check its iterator."""
-    schedules = [schedule for schedule in found if schedule is not None]
+def _at_home(schedules: Iterable[HomesSchedule | None], convert: Callable[[], Any]) -> Any:
+    """Restore the homes of all ``schedules``, then call ``convert``; check its iterator."""
+    schedules = [schedule for schedule in schedules if schedule is not None]
     for schedule in schedules:
         schedule.restore()
     result = convert()

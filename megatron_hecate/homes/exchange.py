@@ -30,8 +30,8 @@ class Shard:
     end: int
 
 
-def pieces(kept: Sequence[Shard], wanted: Shard) -> list[Shard]:
-    """Split the elements of ``wanted`` by the rank that sends them.
+def pieces(shards: Sequence[Shard], target: Shard) -> list[Shard]:
+    """Split the elements of ``target`` by the rank that sends them.
 
     An element that the wanting rank keeps itself is taken from there, any other from the lowest
     rank that keeps it.
@@ -39,17 +39,19 @@ def pieces(kept: Sequence[Shard], wanted: Shard) -> list[Shard]:
     Raises:
         ValueError: for an element that no rank keeps.
     """
-    found: list[Shard] = []
-    begin = wanted.begin
-    while begin < wanted.end:
-        holding = [shard for shard in kept if shard.begin <= begin < shard.end]
+    parts: list[Shard] = []
+    begin = target.begin
+    while begin < target.end:
+        holding = [shard for shard in shards if shard.begin <= begin < shard.end]
         if not holding:
-            raise ValueError(f"element {begin} of {wanted} is on none of {list(kept)}")
-        source = min(holding, key=lambda shard: (shard.rank != wanted.rank, shard.rank))
-        own = [shard.begin for shard in kept if shard.rank == wanted.rank and shard.begin > begin]
-        found.append(Shard(source.rank, begin, min(source.end, wanted.end, *own)))
-        begin = found[-1].end
-    return found
+            raise ValueError(f"element {begin} of {target} is on none of {list(shards)}")
+        source = min(holding, key=lambda shard: (shard.rank != target.rank, shard.rank))
+        begins = [
+            shard.begin for shard in shards if shard.rank == target.rank and shard.begin > begin
+        ]
+        parts.append(Shard(source.rank, begin, min(source.end, target.end, *begins)))
+        begin = parts[-1].end
+    return parts
 
 
 class Relocation:
@@ -83,12 +85,12 @@ class Relocation:
         """Add contiguous ``values`` [n] to the message to ``rank``."""
         self._sends[rank].append(values)
 
-    def receive(self, rank: int, into: Sequence[Tensor]) -> None:
-        """Expect [n] values from ``rank`` and write the same values to every tensor of ``into``.
+    def receive(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        """Expect [n] values from ``rank`` and write the same values to every tensor of ``tensors``.
 
         The message has the dtype of the first tensor.
         """
-        self._receives[rank].append(into)
+        self._receives[rank].append(tensors)
 
     def exchange(self) -> None:
         """Send and receive; `write` writes the received values.
@@ -97,7 +99,7 @@ class Relocation:
             TransferError: when a rank dies or does not take part in time.
         """
         packed = self._pack()
-        expected = [[into[0] for into in of_rank] for of_rank in self._receives]
+        expected = [[tensors[0] for tensors in rank_tensors] for rank_tensors in self._receives]
         receive_sizes = list(map(_size, expected))
         self._received = packed.new_empty(sum(receive_sizes))
         send_sizes = list(map(_size, self._sends))
@@ -116,12 +118,12 @@ class Relocation:
     def write(self) -> None:
         """Write the received values to their tensors."""
         offset = 0
-        for into in itertools.chain.from_iterable(self._receives):
-            message = self._received[offset : offset + into[0].nbytes]
-            values = message.view(into[0].dtype)
-            for tensor in into:
+        for tensors in itertools.chain.from_iterable(self._receives):
+            message = self._received[offset : offset + tensors[0].nbytes]
+            values = message.view(tensors[0].dtype)
+            for tensor in tensors:
                 tensor.copy_(values)
-            offset += _aligned(into[0])
+            offset += _aligned(tensors[0])
 
     def _pack(self) -> Tensor:
         """Copy all tensors to send into one buffer, [bytes] uint8, rank by rank."""

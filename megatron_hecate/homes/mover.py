@@ -129,9 +129,9 @@ class Homes:
     def _move_layer(self, state: LayerState, order: Order) -> None:
         wait_for_params(state.parts.layer.experts)
         on_ranks = self.state_of(state)
-        before = _order_of(state.homes)
+        old_order = _order_of(state.homes)
         num_homes = state.parts.experts.num_homes
-        for moves in _rounds(before, order, num_homes, on_ranks.expert_bytes):
+        for moves in _rounds(old_order, order, num_homes, on_ranks.expert_bytes):
             try:
                 with trace.span("homes move", state.name):
                     self._carry_out(moves, state, on_ranks)
@@ -142,10 +142,10 @@ class Homes:
 
     def _carry_out(self, moves: Sequence[Move], state: LayerState, on_ranks: StateOnRanks) -> None:
         """Exchange and write one round."""
-        before = _order_of(state.homes)
-        order = before.copy()
+        old_order = _order_of(state.homes)
+        order = old_order.copy()
         for move in moves:
-            order[move.target] = before[move.source]
+            order[move.target] = old_order[move.source]
         homes = state.homes.with_homes(order)
         label = f"homes of {state.name}"
         relocation = Relocation(self._group, device_of_rank(), label=label, timeout=self._timeout)
@@ -172,39 +172,41 @@ def _differ(a: Order, b: Order) -> bool:
     return not np.array_equal(a, b)
 
 
-def _rounds(before: Order, after: Order, per_rank: int, expert_bytes: int) -> Iterator[list[Move]]:
+def _rounds(
+    old_order: Order, new_order: Order, per_rank: int, expert_bytes: int
+) -> Iterator[list[Move]]:
     """Group the moves from one order to another into rounds.
 
     A round consists of closed cycles, so that every expert has a home after each round. No rank
     receives more than `ROUND_BYTES` in a round, except where a single cycle is larger.
     """
-    num_ranks = len(before) // per_rank
-    together: list[Move] = []
+    num_ranks = len(old_order) // per_rank
+    moves: list[Move] = []
     received = np.zeros(num_ranks)
-    for cycle in _cycles(before, after):
+    for cycle in _cycles(old_order, new_order):
         targets = [move.target // per_rank for move in cycle]
-        more = np.bincount(targets, minlength=num_ranks) * expert_bytes
-        if together and (received + more).max() > ROUND_BYTES:
-            yield together
-            together = []
+        added_bytes = np.bincount(targets, minlength=num_ranks) * expert_bytes
+        if moves and (received + added_bytes).max() > ROUND_BYTES:
+            yield moves
+            moves = []
             received = np.zeros_like(received)
-        together = together + cycle
-        received = received + more
-    if together:
-        yield together
+        moves = moves + cycle
+        received = received + added_bytes
+    if moves:
+        yield moves
 
 
-def _cycles(before: Order, after: Order) -> Iterator[list[Move]]:
-    """Split the permutation from ``before`` to ``after`` into cycles, without fixed places."""
-    place = np.empty_like(before)
-    place[before] = np.arange(len(before))
-    seen = np.zeros(len(before), dtype=bool)
-    for start in range(len(before)):
+def _cycles(old_order: Order, new_order: Order) -> Iterator[list[Move]]:
+    """Split the permutation from ``old_order`` to ``new_order`` into cycles of moves."""
+    place = np.empty_like(old_order)
+    place[old_order] = np.arange(len(old_order))
+    is_visited = np.zeros(len(old_order), dtype=bool)
+    for start in range(len(old_order)):
         cycle: list[Move] = []
         target = start
-        while not seen[target]:
-            seen[target] = True
-            source = int(place[after[target]])
+        while not is_visited[target]:
+            is_visited[target] = True
+            source = int(place[new_order[target]])
             cycle.append(Move(source, target))
             target = source
         if len(cycle) > 1:

@@ -57,16 +57,16 @@ def _find_state(params: Sequence[Parameter], optimizers: Iterable[Optimizer]) ->
             owner[id(main)] = index
     owner |= {id(param): index for index, param in enumerate(params)}
     begins = sorted((p.data_ptr(), i) for i, p in enumerate(params) if type(p) is Parameter)
-    found = [State(0, {})] * len(params)
+    states = [State(0, {})] * len(params)
     for optimizer in optimizers:
         groups = [group["params"] for group in optimizer.param_groups]
         for stepped in itertools.chain.from_iterable(groups):
             inside = _containing(stepped, params, begins)
             index = owner.get(id(stepped), inside)
-            if index is not None and not found[index].elements:
-                kept = _kept_for(stepped, optimizer, apart=inside is None)
-                found[index] = State(stepped.numel(), kept)
-    return found
+            if index is not None and not states[index].elements:
+                tensors = _kept_for(stepped, optimizer, is_separate=inside is None)
+                states[index] = State(stepped.numel(), tensors)
+    return states
 
 
 def _containing(
@@ -79,33 +79,35 @@ def _containing(
         params: parameters of the model.
         begins: pairs of address and index of each plain parameter, sorted.
     """
-    at = bisect.bisect_right(begins, (stepped.data_ptr(), len(params))) - 1
-    if at < 0:
+    place = bisect.bisect_right(begins, (stepped.data_ptr(), len(params))) - 1
+    if place < 0:
         return None
-    index = begins[at][1]
+    index = begins[place][1]
     return index if _shares_memory(stepped, params[index]) else None
 
 
-def _shares_memory(part: Tensor, whole: Tensor) -> bool:
-    return whole.dtype is part.dtype and 0 <= part.data_ptr() - whole.data_ptr() < whole.nbytes
+def _shares_memory(part: Tensor, tensor: Tensor) -> bool:
+    return tensor.dtype is part.dtype and 0 <= part.data_ptr() - tensor.data_ptr() < tensor.nbytes
 
 
-def _kept_for(stepped: Tensor, optimizer: Optimizer, *, apart: bool) -> dict[str, list[Tensor]]:
+def _kept_for(
+    stepped: Tensor, optimizer: Optimizer, *, is_separate: bool
+) -> dict[str, list[Tensor]]:
     """Collect the state that ``optimizer`` keeps for ``stepped``, by name.
 
     Args:
         stepped: tensor that the optimizer steps.
         optimizer: optimizer of torch's kind.
-        apart: whether ``stepped`` has memory of its own, outside the model's parameters.
+        is_separate: whether ``stepped`` has memory of its own, outside the model's parameters.
     """
     # HybridDeviceOptimizer steps an inner copy on the host
     inner = getattr(optimizer, "param_to_inner_param", {}).get(stepped, stepped)
     main: list[Tensor] = []
     if inner is not stepped:
         main.append(inner)
-    if apart:
+    if is_separate:
         main.append(stepped)
-    kept = {MAIN: [values.detach().view(-1) for values in main]} if main else {}
+    tensors = {MAIN: [values.detach().view(-1) for values in main]} if main else {}
     for name, value in optimizer.state.get(stepped, {}).items():
         if not isinstance(value, Tensor) or value is inner or value.dim() == 0:
             continue
@@ -116,13 +118,13 @@ def _kept_for(stepped: Tensor, optimizer: Optimizer, *, apart: bool) -> dict[str
                 f"{tuple(value.shape)} ({value.dtype}) for a parameter {tuple(stepped.shape)}; "
                 "leave --moe-fssdp-rehome out"
             )
-        kept[name] = [value.detach().view(-1)]
-    return kept
+        tensors[name] = [value.detach().view(-1)]
+    return tensors
 
 
 def _kind(state: State) -> str:
     """Names and dtypes of a state's tensors."""
-    return repr([(name, str(of[0].dtype)) for name, of in sorted(state.kept.items())])
+    return repr([(name, str(tensors[0].dtype)) for name, tensors in sorted(state.kept.items())])
 
 
 class _Summary(NamedTuple):
@@ -153,9 +155,11 @@ class _Summary(NamedTuple):
         """
         kinds: list[list[str]] = []
         for part in range(num_parts):
-            of_part = {_kind(state) for state in states[part::num_parts] if state.elements}
-            kinds.append(sorted(of_part))
-        sizes = (sum(of[0].element_size() for of in state.kept.values()) for state in states)
+            part_kinds = {_kind(state) for state in states[part::num_parts] if state.elements}
+            kinds.append(sorted(part_kinds))
+        sizes = (
+            sum(tensors[0].element_size() for tensors in state.kept.values()) for state in states
+        )
         return cls(place, max(sizes, default=0), kinds, [state.elements for state in states])
 
 
@@ -193,19 +197,19 @@ class StateOnRanks:
         with raise_on_all(group, error=ValueError, **named):
             states = _find_state(list(itertools.chain.from_iterable(homes)), optimizers)
         self._states = [states[i : i + num_parts] for i in range(0, len(states), num_parts)]
-        own = _Summary.of(states, num_parts, place=place)
-        of_rank = gather_objects(own, group, **named)
-        _check_same_kinds([summary.kinds for summary in of_rank])
-        self._locate_members([summary.place for summary in of_rank])
+        own_summary = _Summary.of(states, num_parts, place=place)
+        summaries = gather_objects(own_summary, group, **named)
+        _check_same_kinds([summary.kinds for summary in summaries])
+        self._locate_members([summary.place for summary in summaries])
         # elements that each rank steps, [N, homes, parameters]
-        self._elements = np.array([summary.elements for summary in of_rank])
+        self._elements = np.array([summary.elements for summary in summaries])
         self._elements = self._elements.reshape(group.size(), len(homes), num_parts)
         self._check_all_stepped()
         self._weights = [
             [part.detach().view(-1) for part in StoredWeights(expert).tensors()] for expert in homes
         ]
         weight_bytes = sum(part.nbytes for part in self._weights[0])
-        largest_element = max(summary.element_size for summary in of_rank)
+        largest_element = max(summary.element_size for summary in summaries)
         most_elements = int(self._elements.max(axis=(0, 1)).sum())
         # upper bound of the bytes that one rank receives per expert, weights and state together
         self.expert_bytes = weight_bytes + largest_element * most_elements
@@ -226,9 +230,9 @@ class StateOnRanks:
         for replica in range(self._replicas):
             members = [self._member[rank, replica] for rank in range(self._num_ranks)]
             stepped = stepped + self._elements[members]
-        times, rest = np.divmod(stepped, [p.numel() for p in self._homes[0]])
+        times, remainder = np.divmod(stepped, [p.numel() for p in self._homes[0]])
         trained = [p.requires_grad for p in self._homes[0]]
-        if rest.any() or (times != times[:1, :1]).any() or not times[..., trained].all():
+        if remainder.any() or (times != times[:1, :1]).any() or not times[..., trained].all():
             raise ValueError(
                 "cannot move experts: no torch.optim optimizer stepped all parameters of all "
                 "experts equally; leave --moe-fssdp-rehome out"
@@ -244,9 +248,9 @@ class StateOnRanks:
         """
         members = [self._member[rank, replica] for replica in range(self._replicas)]
         sizes = self._elements[members, index, part]
-        whole = self._homes[0][part].numel()
+        num_elements = self._homes[0][part].numel()
         # modulo, as several replicas may step the same elements
-        begins = (np.cumsum(sizes) - sizes) % whole
+        begins = (np.cumsum(sizes) - sizes) % num_elements
         shards: list[Shard] = []
         for replica, (begin, size) in enumerate(zip(begins, sizes, strict=True)):
             if size:
@@ -261,68 +265,70 @@ class StateOnRanks:
             target: its new place.
             relocation: exchange to add to.
         """
-        before = divmod(source, len(self._homes))
-        after = divmod(target, len(self._homes))
-        self._move_weights(before, after, relocation)
+        old_place = divmod(source, len(self._homes))
+        new_place = divmod(target, len(self._homes))
+        self._move_weights(old_place, new_place, relocation)
         for part in range(len(self._homes[0])):
-            self._move_part(part, before, after, relocation)
+            self._move_part(part, old_place, new_place, relocation)
 
     def _move_weights(
-        self, before: tuple[int, int], after: tuple[int, int], relocation: Relocation
+        self, old_place: tuple[int, int], new_place: tuple[int, int], relocation: Relocation
     ) -> None:
         """Send the weights from each replica of the old home to the same replica of the new one.
 
         Args:
-            before: rank in the expert-parallel group, and home on that rank.
-            after: the same of the new home.
+            old_place: rank in the expert-parallel group, and home on that rank.
+            new_place: the same of the new home.
             relocation: exchange to add to.
         """
-        from_rank, from_index = before
-        to_rank, to_index = after
+        from_rank, from_index = old_place
+        to_rank, to_index = new_place
         for replica in range(self._replicas):
             sender = self._member[from_rank, replica]
             receiver = self._member[to_rank, replica]
-            for kept, into in zip(self._weights[from_index], self._weights[to_index], strict=True):
+            for old_weights, new_weights in zip(
+                self._weights[from_index], self._weights[to_index], strict=True
+            ):
                 if sender == self._rank:
-                    relocation.send(receiver, kept)
+                    relocation.send(receiver, old_weights)
                 if receiver == self._rank:
-                    relocation.receive(sender, [into])
+                    relocation.receive(sender, [new_weights])
 
     def _move_part(
         self,
         part: int,
-        before: tuple[int, int],
-        after: tuple[int, int],
+        old_place: tuple[int, int],
+        new_place: tuple[int, int],
         relocation: Relocation,
     ) -> None:
         """Send the optimizer state of parameter ``part``; other arguments as in `_move_weights`."""
-        from_rank, from_index = before
-        to_rank, to_index = after
-        kept = self._shards(from_rank, from_index, part)
-        begins = [s.begin for s in kept if self._member[from_rank, s.rank] == self._rank]
+        from_rank, from_index = old_place
+        to_rank, to_index = new_place
+        old_shards = self._shards(from_rank, from_index, part)
+        begins = [s.begin for s in old_shards if self._member[from_rank, s.rank] == self._rank]
         own_begin = begins[0] if begins else 0
-        for wanted in self._shards(to_rank, to_index, part):
-            receiver = self._member[to_rank, wanted.rank]
-            for piece in pieces(kept, wanted):
+        for shard in self._shards(to_rank, to_index, part):
+            receiver = self._member[to_rank, shard.rank]
+            for piece in pieces(old_shards, shard):
                 sender = self._member[from_rank, piece.rank]
                 if sender == self._rank:
-                    sent = slice(piece.begin - own_begin, piece.end - own_begin)
+                    sent_slice = slice(piece.begin - own_begin, piece.end - own_begin)
                     for _, values in sorted(self._states[from_index][part].kept.items()):
-                        relocation.send(receiver, values[0][sent])
+                        relocation.send(receiver, values[0][sent_slice])
                 if receiver == self._rank:
-                    received = slice(piece.begin - wanted.begin, piece.end - wanted.begin)
+                    received = slice(piece.begin - shard.begin, piece.end - shard.begin)
                     for _, values in sorted(self._states[to_index][part].kept.items()):
-                        relocation.receive(sender, [of[received] for of in values])
+                        relocation.receive(sender, [tensor[received] for tensor in values])
 
 
-def _check_same_kinds(of_ranks: Sequence[Sequence[Sequence[str]]]) -> None:
+def _check_same_kinds(kinds_by_rank: Sequence[Sequence[Sequence[str]]]) -> None:
     """Raise ValueError unless all ranks that step a parameter keep the same kind of state.
 
     Args:
-        of_ranks: kinds of state by rank and parameter.
+        kinds_by_rank: kinds of state by rank and parameter.
     """
-    for part, of_part in enumerate(zip(*of_ranks, strict=True)):
-        kinds = sorted(set(itertools.chain.from_iterable(of_part)))
+    for part, part_kinds in enumerate(zip(*kinds_by_rank, strict=True)):
+        kinds = sorted(set(itertools.chain.from_iterable(part_kinds)))
         if len(kinds) > 1:
             raise ValueError(
                 "cannot move experts: the optimizer states of the experts of one layer differ, for "

@@ -117,27 +117,27 @@ class HomeSearch:
         """
         homes, world, cost = self.homes, self.world, self.cost
         window = self._checked_window(load, order)
-        half = len(window) // 2
+        middle = len(window) // 2
         problem = problem_of(homes.homes_only, world, cost)
-        past = window[: max(half, 1)].mean(axis=0)
-        judged = np.unique(np.linspace(half, len(window) - 1, JUDGED).astype(int))
+        past = window[: max(middle, 1)].mean(axis=0)
+        judged = np.unique(np.linspace(middle, len(window) - 1, JUDGED).astype(int))
         # A swap is scored only if it wins half of its cost, at the price of all ranks swapping
         # concurrently in pairs.
-        each = self.margin / world.num_ranks / self.horizon / self.token_seconds
+        move_tokens = self.margin / world.num_ranks / self.horizon / self.token_seconds
         near, far = (
-            each * link.seconds(self.expert_bytes)
+            move_tokens * link.seconds(self.expert_bytes)
             for link in (world.speeds.intra, world.speeds.inter)
         )
         limits = (near, far, self.most_bytes / self.expert_bytes)
 
-        def tokens(layer: int, now: np.ndarray) -> float:
+        def tokens(layer: int, positions: np.ndarray) -> float:
             """Average the layer's cost over recent iterations, in tokens.
 
             Each iteration has the replicas that are planned for the loads of the iteration before.
             """
             plan = homes.homes_only
             total = 0.0
-            loads = np.ascontiguousarray(window[:, layer, now])
+            loads = np.ascontiguousarray(window[:, layer, positions])
             for t in judged:
                 plan = plan_replicas(loads[max(t - 1, 0)], homes, world, cost=cost, previous=plan)
                 total += _layer_tokens(loads[t], plan.table.copy(), problem)
@@ -145,15 +145,15 @@ class HomeSearch:
 
         choices = []
         for layer in layers:
-            now = order[layer].astype(np.int64)
-            plan = plan_replicas(past[layer, now], homes, world, cost=cost)
-            before = tokens(layer, now)
+            current = order[layer].astype(np.int64)
+            plan = plan_replicas(past[layer, current], homes, world, cost=cost)
+            current_tokens = tokens(layer, current)
             for placed in (plan, homes.homes_only)[: 2 if plan.num_replicas else 1]:
-                kinds = _weights(past[layer, now], placed.holders, problem)
+                kinds = _weights(past[layer, current], placed.holders, problem)
                 pairs = _swaps(kinds, problem.home, world.node_index, limits)
                 while len(pairs):
-                    new = _swapped(now, pairs, problem.home)
-                    if (saved := before - tokens(layer, new)) > LEAST * before:
+                    new = _swapped(current, pairs, problem.home)
+                    if (saved := current_tokens - tokens(layer, new)) > LEAST * current_tokens:
                         choices.append(Choice(layer, new, saved))
                     pairs = pairs[: len(pairs) // FEWER]
         return choices
@@ -164,14 +164,14 @@ class HomeSearch:
         window = np.asarray(load, dtype=np.float64)
         if window.ndim == 2:
             window = window[None]
-        fits = (
+        is_valid = (
             window.ndim == 3
             and len(window)
             and window.shape[1:] == order.shape == (len(order), homes.num_experts)
         )
-        fits = fits and (np.sort(order, axis=1) == np.arange(homes.num_experts)).all()
+        is_valid = is_valid and (np.sort(order, axis=1) == np.arange(homes.num_experts)).all()
         if (
-            not fits
+            not is_valid
             or world.num_ranks != homes.num_ranks
             or not (np.isfinite(window) & (window >= 0)).all()
         ):
@@ -187,35 +187,36 @@ class HomeSearch:
         world = self.world
         size = self.expert_bytes
         best = None
-        most = 0.0
-        taken: dict[int, tuple[float, Choice, np.ndarray]] = {}
+        best_gain = 0.0
+        affordable: dict[int, tuple[float, Choice, np.ndarray]] = {}
 
         def gain(saved: float, moves: np.ndarray) -> float:
             return self.horizon * self.token_seconds * saved - self.margin * _seconds(
                 moves, world, size
             )
 
-        ways = [
+        options = [
             (choice, _moves(order[choice.layer], choice.order, self.homes.home, world))
             for choice in choices
         ]
-        pays = [(gain(choice.saved, moves), choice, moves) for choice, moves in ways]
-        for own in sorted(pays, key=lambda way: -way[0] / way[2][::2].sum()):
-            chosen = {**taken, own[1].layer: own}
-            moves = np.sum([of_layer for _, _, of_layer in chosen.values()], axis=0)
-            worse = own[0] <= taken[own[1].layer][0] if own[1].layer in taken else False
+        pays = [(gain(choice.saved, moves), choice, moves) for choice, moves in options]
+        for option in sorted(pays, key=lambda pair: -pair[0] / pair[2][::2].sum()):
+            layer = option[1].layer
+            candidates = {**affordable, layer: option}
+            moves = np.sum([layer_moves for _, _, layer_moves in candidates.values()], axis=0)
+            worse = layer in affordable and option[0] <= affordable[layer][0]
             if worse or moves[::2].sum(axis=0).max() * size > self.most_bytes:
                 continue
-            taken = chosen
-            saved = sum(choice.saved for _, choice, _ in chosen.values())
-            if (now := gain(saved, moves)) > most:
+            affordable = candidates
+            saved = sum(choice.saved for _, choice, _ in candidates.values())
+            if (new_gain := gain(saved, moves)) > best_gain:
                 new = order.astype(np.int64)
-                for layer, (_, choice, _) in chosen.items():
+                for layer, (_, choice, _) in candidates.items():
                     new[layer] = choice.order
                 seconds = _seconds(moves, world, size)
                 num_bytes = float(moves[::2].sum() * size)
                 best = HomeAssignment(new, num_bytes, seconds, saved * self.token_seconds)
-                most = now
+                best_gain = new_gain
         return best
 
 
@@ -227,20 +228,20 @@ def _layer_tokens(load: np.ndarray, table: np.ndarray, problem: Problem) -> floa
     """
     num_ranks = len(table)
     size = problem.begin[1:] - problem.begin[:-1]
-    whole = np.rint(load).astype(np.int64)
+    tokens = np.rint(load).astype(np.int64)
     begin, rank, share, computed, _ = balance(
-        whole, table, int(load.sum() / num_ranks / SLACK), False
+        tokens, table, int(load.sum() / num_ranks / SLACK), False
     )
     leaves = np.zeros(len(size))
     arrives = np.zeros(len(size))
-    taken = np.zeros(len(size))
+    shares = np.zeros(len(size))
     for e in range(len(load)):
-        taken[:] = 0
+        shares[:] = 0
         for c in range(begin[e], begin[e + 1]):
-            taken[problem.node[rank[c]]] += share[c]
-        more = taken - load[e] * size / num_ranks
-        arrives += np.maximum(more, 0)
-        leaves += np.maximum(-more, 0)
+            shares[problem.node[rank[c]]] += share[c]
+        excess = shares - load[e] * size / num_ranks
+        arrives += np.maximum(excess, 0)
+        leaves += np.maximum(-excess, 0)
     crossing = problem.crossing * (np.maximum(leaves, arrives) / size).max()
     return max(computed) + crossing + cost_beside_load(load, problem, table)[1]
 
@@ -263,11 +264,12 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
     size = np.diff(problem.begin)
     # [E, K] holders by node
     per_node = [holders[:, problem.node == k].sum(axis=1) for k in range(len(size))]
-    held = np.stack(per_node, axis=1)
-    count = held.sum(axis=1)
-    own = held[np.arange(len(home)), problem.node[home]]
-    crossing = load * (1 - ((held > 0) * size).sum(axis=1) / num_ranks)
-    sent = np.where(own > SCATTERED, 1, own - 1) if problem.scatters else count - 1
+    spread = np.stack(per_node, axis=1)
+    count = spread.sum(axis=1)
+    local = spread[np.arange(len(home)), problem.node[home]]
+    crossing = load * (1 - ((spread > 0) * size).sum(axis=1) / num_ranks)
+    far_copies = (spread > 0).sum(axis=1) - 1.0
+    sends = np.where(local > SCATTERED, 1, local - 1) if problem.scatters else count - 1
 
     def exposed(copying: float) -> float:
         hidden = min(copying * problem.out, problem.hidden) + min(
@@ -280,9 +282,9 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
     kinds: list[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], Callable[[float], float]]] = [
         (load / count, by_rank, lambda tokens: tokens),
         (crossing / count, by_node, lambda tokens: problem.crossing * tokens),
-        ((held > 0).sum(axis=1) - 1.0, by_node, lambda copies: exposed(problem.far * copies)),
+        (far_copies, by_node, lambda copies: exposed(problem.far * copies)),
         (
-            sent * 1.0,
+            sends * 1.0,
             by_rank,
             lambda copies: exposed((problem.near if problem.scatters else problem.far) * copies),
         ),
@@ -292,14 +294,12 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
     ]
     prices = np.array(
         [
-            price(most) - price(v.sum() / num_ranks)
-            for most, (v, _, price) in zip(fullest, kinds, strict=True)
+            price(top) - price(v.sum() / num_ranks)
+            for top, (v, _, price) in zip(fullest, kinds, strict=True)
         ]
     )
     pays = prices > 0
-    columns = [
-        (v / max(most, 1e-300), *by) for most, (v, by, _) in zip(fullest, kinds, strict=True)
-    ]
+    columns = [(v / max(top, 1e-300), *by) for top, (v, by, _) in zip(fullest, kinds, strict=True)]
     weights, groups, parts = (
         np.stack(column, axis=1)[:, pays].copy("C") for column in zip(*columns, strict=True)
     )
@@ -316,11 +316,11 @@ def _swaps(
     and still decreases when one of several equally full groups gets lighter.
     """
     adds, group, part, price = kinds
-    near, far, most = limits
+    near, far, max_swaps = limits
     num_experts, num_kinds = adds.shape
-    moved = np.zeros(len(node))
+    num_moved = np.zeros(len(node))
     total = np.zeros((num_kinds, len(node)))
-    held = np.empty(adds.shape)
+    weights = np.empty(adds.shape)
     full = np.empty(num_kinds, np.int64)
     pairs = np.empty((num_experts, 2), np.int64)
     adds = adds.copy()
@@ -331,19 +331,19 @@ def _swaps(
         for f in range(num_kinds):
             full[f] = np.argmax(total[f])
             for p in range(num_experts):
-                held[p, f] = total[f, group[p, f]]
+                weights[p, f] = total[f, group[p, f]]
         best = 0.0
         for p in range(num_experts):
-            if not (group[p] == full).any() or moved[home[p]] + 1 > most:
+            if not (group[p] == full).any() or num_moved[home[p]] + 1 > max_swaps:
                 continue
             for q in range(num_experts):
-                if home[p] == home[q] or moved[home[q]] + 1 > most:
+                if home[p] == home[q] or num_moved[home[q]] + 1 > max_swaps:
                     continue
                 gain = -near if node[home[p]] == node[home[q]] else -far
                 for f in range(num_kinds):
                     if group[p, f] != group[q, f]:
-                        more, x, y = adds[q, f] - adds[p, f], held[p, f], held[q, f]
-                        v, w = x + more * part[p, f], y - more * part[q, f]
+                        added, x, y = adds[q, f] - adds[p, f], weights[p, f], weights[q, f]
+                        v, w = x + added * part[p, f], y - added * part[q, f]
                         x, y, v, w = x * x, y * y, v * v, w * w
                         gain += price[f] * (x * x + y * y - v * v - w * w)
                 if gain > best:
@@ -352,42 +352,45 @@ def _swaps(
             return pairs[:step]
         i, j = pairs[step]
         for f in range(num_kinds):
-            more = adds[j, f] - adds[i, f]
-            total[f, group[i, f]] += more * part[i, f]
-            total[f, group[j, f]] -= more * part[j, f]
+            added = adds[j, f] - adds[i, f]
+            total[f, group[i, f]] += added * part[i, f]
+            total[f, group[j, f]] -= added * part[j, f]
             adds[i, f], adds[j, f] = adds[j, f], adds[i, f]
-        moved[home[i]] += 1
-        moved[home[j]] += 1
+        num_moved[home[i]] += 1
+        num_moved[home[j]] += 1
     return pairs
 
 
-def _swapped(now: np.ndarray, pairs: np.ndarray, home: np.ndarray) -> np.ndarray:
+def _swapped(current: np.ndarray, pairs: np.ndarray, home: np.ndarray) -> np.ndarray:
     """Apply swaps to an order; experts that end on their old rank keep their old position."""
-    new = now.copy()
-    order = now.copy()
+    new = current.copy()
+    order = current.copy()
     position = np.argsort(home, kind="stable")
     for pair in pairs:
         new[pair] = new[pair[::-1]]
-    came = (home[np.argsort(now)[new]] != home)[position]
-    left = (home[np.argsort(new)[now]] != home)[position]
-    order[position[left]] = new[position[came]]
+    came = (home[np.argsort(current)[new]] != home)[position]
+    has_left = (home[np.argsort(new)[current]] != home)[position]
+    order[position[has_left]] = new[position[came]]
     return order
 
 
-def _moves(now: np.ndarray, order: np.ndarray, home: np.ndarray, world: World) -> np.ndarray:
+def _moves(current: np.ndarray, order: np.ndarray, home: np.ndarray, world: World) -> np.ndarray:
     """Count moved experts by rank, [4, R]: sent and received in the node, then across nodes."""
-    origin = home[np.argsort(now)[order]]
+    origin = home[np.argsort(current)[order]]
     node = world.node_index
     inside = node[origin] == node[home]
-    ways = [end[of] for of in ((origin != home) & inside, ~inside) for end in (origin, home)]
-    return np.array([np.bincount(way, minlength=world.num_ranks) for way in ways])
+    ends = [end[mask] for mask in ((origin != home) & inside, ~inside) for end in (origin, home)]
+    return np.array([np.bincount(end_ranks, minlength=world.num_ranks) for end_ranks in ends])
 
 
 def _seconds(moves: np.ndarray, world: World, expert_bytes: float) -> float:
     """Estimate the duration of ``moves`` [4, R] if all ranks send and receive concurrently."""
     node, links = world.node_index, world.speeds
     # the ranks of a node share their network adapters, so a node's mean counts
-    across = max((np.bincount(node, weights=way) / np.bincount(node)).max() for way in moves[2:])
+    across = max(
+        (np.bincount(node, weights=rank_moves) / np.bincount(node)).max()
+        for rank_moves in moves[2:]
+    )
     return max(
         links.intra.seconds(moves[:2].max() * expert_bytes),
         links.inter.seconds(across * expert_bytes),

@@ -130,11 +130,11 @@ class HomesSchedule(Rehoming):
         """
         self._check()
         if self.homes.are_moved:
-            wanted = self._wanted or self.homes.now
+            orders = self._wanted or self.homes.now
             self._changed = True
             self._clock.end_iteration()
             self.homes.move(self.homes.built)
-            self._wanted = wanted
+            self._wanted = orders
             self._check()
 
     def refuse_if_moved(self, *_: Any) -> None:
@@ -162,23 +162,23 @@ class HomesSchedule(Rehoming):
         )
         choices = self._choose(search, load.cpu().numpy() // first.group.size(), order)
         # a copy, because the broadcast overwrites it
-        found = torch.tensor(order, device=load.device)
+        new_order = torch.tensor(order, device=load.device)
         if self._group.rank() == 0:
             better = search.afford(choices, order)
             if better is not None:
-                found.copy_(torch.from_numpy(better.order))
+                new_order.copy_(torch.from_numpy(better.order))
                 _print_moves(iteration, better, better.order != order)
-        work = dist.broadcast(found, group=self._group, group_src=0, async_op=True)
-        self._wait(work, found, "broadcasting new homes")
-        decided = found.cpu().numpy()
+        work = dist.broadcast(new_order, group=self._group, group_src=0, async_op=True)
+        self._wait(work, new_order, "broadcasting new homes")
+        decided = new_order.cpu().numpy()
         return None if np.array_equal(decided, order) else list(decided)
 
     def _sum_loads(self) -> Tensor:
         """Sum a sample of the window over all ranks of the group, [iterations, L, E] int64."""
         last = len(self._window) - 1
         sample = np.unique(np.linspace(0, last, SAMPLED).astype(np.int64))
-        own = np.stack([self._window[i] for i in sample]).astype(np.int64)
-        load = torch.from_numpy(own).to(device_of_rank())
+        loads = np.stack([self._window[i] for i in sample]).astype(np.int64)
+        load = torch.from_numpy(loads).to(device_of_rank())
         work = dist.all_reduce(load, group=self._group, async_op=True)
         self._wait(work, load, "summing loads")
         return load
@@ -198,9 +198,9 @@ class HomesSchedule(Rehoming):
         layers = range(0)
         if dist.get_global_rank(self._group, 0) in first.parts.ranks:
             layers = range(first.group.rank(), len(order), first.group.size())
-        own = list(search.choose(load, order, layers))
-        of_ranks = gather_objects(own, self._group, what="choosing homes", label="homes")
-        return sorted(itertools.chain.from_iterable(of_ranks), key=lambda choice: choice.layer)
+        choices = list(search.choose(load, order, layers))
+        rank_choices = gather_objects(choices, self._group, what="choosing homes", label="homes")
+        return sorted(itertools.chain.from_iterable(rank_choices), key=lambda choice: choice.layer)
 
     def _wait(self, work: dist.Work, tensor: Tensor, what: str) -> None:
         timeout = self._states[0].config.timeout

@@ -67,4 +67,4 @@ def _plan_small_layer(*, late: bool) -> None:
     plan = plan_replicas(load, placement, world, cost=CopyCost(near=1.0, far=1.0, crossing=1.0))
     largest_load(load, plan)
     if late:
-        add_late_replicas(load, placement, world, cost=CopyCost(), most=2, across_nodes=True)
+        add_late_replicas(load, placement, world, cost=CopyCost(), max_copies=2, across_nodes=True)

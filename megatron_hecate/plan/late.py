@@ -23,7 +23,7 @@ def add_late_replicas(
     world: World,
     *,
     cost: CopyCost,
-    most: int,
+    max_copies: int,
     across_nodes: bool,
 ) -> Placement:
     """Add late replicas, or overwrite planned ones, as long as a fetch on the critical path pays.
@@ -34,7 +34,7 @@ def add_late_replicas(
             computed yet.
         world: node of every rank.
         cost: cost of one microbatch. No part of a late fetch hides, so ``hidden`` is ignored.
-        most: limit for late replicas on all ranks together.
+        max_copies: limit for late replicas on all ranks together.
         across_nodes: whether late replicas may be fetched from another node.
 
     Returns:
@@ -48,11 +48,11 @@ def add_late_replicas(
     load = placement.checked_load(load)
     if world.num_ranks != placement.num_ranks:
         raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
-    if most < 0:
-        raise ValueError(f"most={most} must be 0 or more")
+    if max_copies < 0:
+        raise ValueError(f"max_copies={max_copies} must be 0 or more")
     routing = 0.0 if placement.num_replicas else cost.routing
     costs = np.array([cost.near, cost.far if across_nodes else np.inf, routing, cost.computing])
-    limits = (most, placement.slots_per_rank, placement.table.size, min(cost.near, costs[1]))
+    limits = (max_copies, placement.slots_per_rank, placement.table.size, min(cost.near, costs[1]))
     table = overwrite(
         load, placement.home.copy(), placement.table.copy(), world.node_index, costs, limits
     )
@@ -88,78 +88,78 @@ def overwrite(
     Returns:
         [R, P] experts.
     """
-    most, per_rank, leaving, enough = limits
+    limit, per_rank, leaving, slack = limits
     num_ranks = len(table)
-    now = table.copy()
+    grid = table.copy()
     best = table
     received = np.zeros(num_ranks)
-    sent = np.zeros(num_ranks)
+    sends = np.zeros(num_ranks)
     busy = 0.0
     late = np.zeros(table.shape, np.bool_)
     mean = total.sum() // num_ranks
-    least = np.inf
-    split = balance(total, now, 0, True)
-    away, held = _replicas(now, home)
-    for step in range(most + 1):
+    cheapest = np.inf
+    split = balance(total, grid, 0, True)
+    remote, copies = _replicas(grid, home)
+    for step in range(limit + 1):
         largest = max(split.load)
-        fixed = costs[3] * max(held)
+        fixed = costs[3] * max(copies)
         cost = largest + fixed + (busy + costs[2] if step > 0 else 0.0)
-        if cost < least:
-            least = cost
-            best = now.copy()
-        if step == most or largest - mean <= enough:
+        if cost < cheapest:
+            cheapest = cost
+            best = grid.copy()
+        if step == limit or largest - mean <= slack:
             break
-        slot, back = _free_slots(now, home, late, _served(split, now), per_rank)
+        slot, freed = _free_slots(grid, home, late, _served(split, grid), per_rank)
         excess = np.maximum(split.load - mean, 0).sum()
         choice = -1
         lowest = (np.inf, 0)
-        chosen = split
+        best_split = split
         for place in _most_relief(
-            split, now, (home, node, slot, back), away < leaving, (mean, costs[1] < np.inf)
+            split, grid, (home, node, slot, freed), remote < leaving, (mean, costs[1] < np.inf)
         ):
             e, r = place // num_ranks, place % num_ranks
             copying = costs[1] if node[r] != node[home[e]] else costs[0]
-            tried = rebalance(split, e, r, now[r, slot[r]])
+            tried = rebalance(split, e, r, grid[r, slot[r]])
             above = np.maximum(tried.load - mean, 0).sum()
             cost = (
                 max(tried.load)
-                + max(busy, received[r] + copying, sent[home[e]] + copying)
-                + max(fixed, costs[3] * (held[r] + (now[r, slot[r]] < 0)))
+                + max(busy, received[r] + copying, sends[home[e]] + copying)
+                + max(fixed, costs[3] * (copies[r] + (grid[r, slot[r]] < 0)))
             )
             # If several ranks share the largest load, one replica cannot lower it; fewer tokens
             # above the mean are progress as well.
             if (max(tried.load) < largest or above < excess) and (cost, above) < lowest:
                 choice = place
                 lowest = (cost, above)
-                chosen = tried
+                best_split = tried
         if choice < 0:
             break
         e, r = choice // num_ranks, choice % num_ranks
-        split = chosen
+        split = best_split
         copying = costs[1] if node[r] != node[home[e]] else costs[0]
-        old = now[r, slot[r]]
+        old = grid[r, slot[r]]
         if old >= 0:
-            away[home[old]] -= 1
-        held[r] += old < 0
-        away[home[e]] += 1
-        now[r, slot[r]], late[r, slot[r]] = e, True
+            remote[home[old]] -= 1
+        copies[r] += old < 0
+        remote[home[e]] += 1
+        grid[r, slot[r]], late[r, slot[r]] = e, True
         received[r] += copying
-        sent[home[e]] += copying
-        busy = max(busy, received[r], sent[home[e]])
+        sends[home[e]] += copying
+        busy = max(busy, received[r], sends[home[e]])
     return best
 
 
 @compiled
 def _replicas(table: np.ndarray, home: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Count the replicas of each rank's home experts, and those that it holds: [R] int64 both."""
-    away = np.zeros(len(table), np.int64)
-    held = np.zeros(len(table), np.int64)
+    remote = np.zeros(len(table), np.int64)
+    copies = np.zeros(len(table), np.int64)
     for r in range(len(table)):
         for e in table[r]:
             if e >= 0 and home[e] != r:
-                away[home[e]] += 1
-                held[r] += 1
-    return away, held
+                remote[home[e]] += 1
+                copies[r] += 1
+    return remote, copies
 
 
 @compiled
@@ -197,9 +197,9 @@ def _most_relief(
         [at most TRIED] int64 replicas as expert * R + rank, most tokens first.
     """
     mean, across_nodes = may
-    home, node, slot, back = where
+    home, node, slot, freed = where
     num_ranks = len(table)
-    found = 0
+    count = 0
     place = np.empty(TRIED, np.int64)
     gains = np.empty(TRIED, np.int64)
     for e in range(len(home)):
@@ -216,19 +216,19 @@ def _most_relief(
             if split.blocked[r] or slot[r] < 0 or (node[r] != node[home[e]] and not across_nodes):
                 continue
             # the tokens of the overwritten replica return to its other holders
-            gain = min(inside, mean - split.load[r] + back[r]) - back[r]
-            if gain <= (0 if found < TRIED else gains[TRIED - 1]) or e in table[r]:
+            gain = min(inside, mean - split.load[r] + freed[r]) - freed[r]
+            if gain <= (0 if count < TRIED else gains[TRIED - 1]) or e in table[r]:
                 continue
             # insertion into the list, sorted by descending gain
-            found = min(found + 1, TRIED)
-            at = found - 1
-            while at > 0 and gains[at - 1] < gain:
-                gains[at] = gains[at - 1]
-                place[at] = place[at - 1]
-                at -= 1
-            gains[at] = gain
-            place[at] = e * num_ranks + r
-    return place[:found]
+            count = min(count + 1, TRIED)
+            index = count - 1
+            while index > 0 and gains[index - 1] < gain:
+                gains[index] = gains[index - 1]
+                place[index] = place[index - 1]
+                index -= 1
+            gains[index] = gain
+            place[index] = e * num_ranks + r
+    return place[:count]
 
 
 @compiled
@@ -248,7 +248,7 @@ def _free_slots(
         [R] the slot, or -1 if none is usable; [R] tokens served there now.
     """
     slot = np.full(len(table), -1)
-    back = np.zeros(len(table), np.int64)
+    freed = np.zeros(len(table), np.int64)
     for r in range(len(table)):
         replicas = 0
         for c in range(table.shape[1]):
@@ -263,8 +263,8 @@ def _free_slots(
             else:
                 usable = home[e] != r and not late[r, c]
                 tokens = served[r, c]
-            if usable and (slot[r] < 0 or tokens < back[r]):
+            if usable and (slot[r] < 0 or tokens < freed[r]):
                 slot[r] = c
-                back[r] = tokens
-        back[r] = max(back[r], 0)
-    return slot, back
+                freed[r] = tokens
+        freed[r] = max(freed[r], 0)
+    return slot, freed

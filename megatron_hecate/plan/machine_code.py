@@ -149,16 +149,18 @@ def _warn_of_processors(name: str) -> None:
     """Warn once if the function is cached for other processors only."""
     function, processor, _ = name.rsplit("-", 2)
     with contextlib.suppress(OSError):
-        others = {path.name.rsplit("-", 2)[1] for path in PLANNER.folder.glob(f"{function}-*.nbc")}
-        if others := others - {processor}:
-            _warn_of_other_processor(str(PLANNER.folder), ", ".join(sorted(others)), processor)
+        processors = {
+            path.name.rsplit("-", 2)[1] for path in PLANNER.folder.glob(f"{function}-*.nbc")
+        }
+        if processors := processors - {processor}:
+            _warn_of_other_processor(str(PLANNER.folder), ", ".join(sorted(processors)), processor)
 
 
 @functools.cache
-def _warn_of_other_processor(folder: str, others: str, processor: str) -> None:
+def _warn_of_other_processor(folder: str, processors: str, processor: str) -> None:
     warnings.warn(
-        f"the planner's machine code in {folder} was compiled for {others}, and this processor is "
-        f"{processor}: it is compiled again; an image for several kinds of processors sets "
+        f"the planner's machine code in {folder} was compiled for {processors}, and this processor "
+        f"is {processor}: it is compiled again; an image for several kinds of processors sets "
         "NUMBA_CPU_NAME=generic, when it fills the folder and when it runs",
         stacklevel=2,
     )

@@ -72,12 +72,12 @@ def holders_of(num_experts: int, table: np.ndarray) -> tuple[np.ndarray, np.ndar
     for e in range(num_experts):
         begin[e + 1] += begin[e]
     rank = np.empty(begin[-1], np.int64)
-    used = begin.copy()
+    ends = begin.copy()
     for r in range(len(table)):
         for e in table[r]:
             if e >= 0:
-                rank[used[e]] = r
-                used[e] += 1
+                rank[ends[e]] = r
+                ends[e] += 1
     return begin, rank
 
 
@@ -127,7 +127,7 @@ def rebalance(split: Split, expert: int, on: int, old: int) -> Split:
     rank = np.empty(begin[-1], np.int64)
     share = np.zeros(begin[-1], np.int64)
     load = split.load.copy()
-    moved = 0
+    num_moved = 0
     to = 0
     for e in range(len(begin) - 1):
         pending = e == expert
@@ -138,7 +138,7 @@ def rebalance(split: Split, expert: int, on: int, old: int) -> Split:
                 pending = False
                 to += 1
             if e == old and split.rank[c] == on:
-                moved = split.share[c]
+                num_moved = split.share[c]
                 continue
             rank[to] = split.rank[c]
             share[to] = split.share[c]
@@ -148,13 +148,13 @@ def rebalance(split: Split, expert: int, on: int, old: int) -> Split:
             to += 1
     if old >= 0:
         # the least loaded of the other holders takes the tokens of the overwritten replica
-        least = begin[old]
+        lowest = begin[old]
         for c in range(begin[old], begin[old + 1]):
-            if load[rank[c]] < load[rank[least]]:
-                least = c
-        share[least] += moved
-        load[on] -= moved
-        load[rank[least]] += moved
+            if load[rank[c]] < load[rank[lowest]]:
+                lowest = c
+        share[lowest] += num_moved
+        load[on] -= num_moved
+        load[rank[lowest]] += num_moved
     mean = -(-load.sum() // len(load))
     blocked = _augment(begin, rank, share, load, mean, True)
     _augment(begin, rank, share, load, mean, False)
@@ -180,11 +180,11 @@ def _shared_by_rank(
     for r in range(num_ranks):
         first[r + 1] += first[r]
     holder = np.empty(first[-1], np.int64)
-    used = first.copy()
+    ends = first.copy()
     for c in range(len(rank)):
         if begin[expert[c] + 1] - begin[expert[c]] > 1:
-            holder[used[rank[c]]] = c
-            used[rank[c]] += 1
+            holder[ends[rank[c]]] = c
+            ends[rank[c]] += 1
     return first, holder, expert
 
 
@@ -210,8 +210,8 @@ def _augment(
     first, holder, expert = _shared_by_rank(begin, rank, num_ranks)
     blocked = np.zeros(num_ranks, np.bool_)
     # number of the last search that reached the rank, and the expert
-    seen = np.full(num_ranks, -1)
-    known = np.full(len(begin) - 1, -1)
+    rank_visit = np.full(num_ranks, -1)
+    expert_visit = np.full(len(begin) - 1, -1)
     # on the path to a rank: the holder that gives tokens, and the rank's own that takes tokens
     gives = np.empty(num_ranks, np.int64)
     takes = np.empty(num_ranks, np.int64)
@@ -226,30 +226,30 @@ def _augment(
             queue[0] = source
             head = 0
             tail = 1
-            found = 0
-            seen[source] = search
-            while head < tail and found == 0:
+            num_sinks = 0
+            rank_visit[source] = search
+            while head < tail and num_sinks == 0:
                 r = queue[head]
                 head += 1
                 for i in range(first[r], first[r + 1]):
                     c = holder[i]
                     e = expert[c]
-                    if known[e] == search or share[c] == 0:
+                    if expert_visit[e] == search or share[c] == 0:
                         continue
-                    known[e] = search
+                    expert_visit[e] = search
                     for d in range(begin[e], begin[e + 1]):
                         to = rank[d]
-                        if seen[to] != search and not stuck[to]:
-                            seen[to] = search
+                        if rank_visit[to] != search and not stuck[to]:
+                            rank_visit[to] = search
                             gives[to] = c
                             takes[to] = d
                             queue[tail] = to
                             tail += 1
                             if load[to] < cap:
-                                sinks[found] = to
-                                found += 1
+                                sinks[num_sinks] = to
+                                num_sinks += 1
             search += 1
-            if found == 0:
+            if num_sinks == 0:
                 if not rises:
                     # no path leaves this set, so no later path needs to enter it
                     for i in range(tail):
@@ -260,14 +260,14 @@ def _augment(
                     total += load[queue[i]]
                 cap = max(cap + 1, -(-total // tail))
                 for r in range(num_ranks):
-                    blocked[r] = seen[r] == search - 1
+                    blocked[r] = rank_visit[r] == search - 1
             # fill the least loaded rank first
-            for i in range(found):
-                least = i
-                for j in range(i + 1, found):
-                    if load[sinks[j]] < load[sinks[least]]:
-                        least = j
-                sinks[i], sinks[least] = sinks[least], sinks[i]
+            for i in range(num_sinks):
+                lowest = i
+                for j in range(i + 1, num_sinks):
+                    if load[sinks[j]] < load[sinks[lowest]]:
+                        lowest = j
+                sinks[i], sinks[lowest] = sinks[lowest], sinks[i]
                 _push(rank, share, load, (source, sinks[i], cap), gives, takes)
     return blocked
 

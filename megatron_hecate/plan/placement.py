@@ -54,8 +54,8 @@ class Placement:
                 f"got {self.table.tolist()}"
             )
         for rank in range(num_ranks):
-            held = self.table[rank][self.table[rank] != EMPTY]
-            if len(set(held.tolist())) != len(held):
+            experts = self.table[rank][self.table[rank] != EMPTY]
+            if len(set(experts.tolist())) != len(experts):
                 raise ValueError(
                     f"rank {rank} holds an expert twice: slots {self.table[rank].tolist()}"
                 )
@@ -232,11 +232,11 @@ class Placement:
             fresh = Placement(home=self.home.copy(), table=self.table.copy())
         except ValueError as error:
             raise AssertionError(str(error)) from error
-        held = fresh.is_replica.sum(axis=1)
-        most = held.max() if num_slots is None else num_slots
-        for rank in np.flatnonzero(held > most):
+        num_replicas = fresh.is_replica.sum(axis=1)
+        max_replicas = num_replicas.max() if num_slots is None else num_slots
+        for rank in np.flatnonzero(num_replicas > max_replicas):
             raise AssertionError(
-                f"rank {rank} holds {held[rank]} replicas, num_slots={num_slots}: "
+                f"rank {rank} holds {num_replicas[rank]} replicas, num_slots={num_slots}: "
                 f"slots {fresh.table[rank].tolist()}"
             )
         # The views are cached. A plan built on a stale view would send tokens to ranks that do not

@@ -71,28 +71,30 @@ def plan_replicas(
         raise ValueError(f"world has {world.num_ranks} ranks, the placement {homes.num_ranks}")
     if not (np.isfinite(forecast).all() and forecast.min() >= 0):
         raise ValueError(f"forecast must be finite and 0 or more, got {forecast.tolist()}")
-    bare = homes.homes_only
-    most = int((bare.table == EMPTY).sum(axis=1).max())
+    homes_only = homes.homes_only
+    num_slots = int((homes_only.table == EMPTY).sum(axis=1).max())
     if cost.most is not None:
-        most = min(cost.most, most)
-    if not most or not forecast.any():
-        return bare
-    problem = problem_of(bare, world, cost)
-    table = _best_plan(forecast, problem, most, previous)
+        num_slots = min(cost.most, num_slots)
+    if not num_slots or not forecast.any():
+        return homes_only
+    problem = problem_of(homes_only, world, cost)
+    table = _best_plan(forecast, problem, num_slots, previous)
     # callers compare placements by identity to skip work for an unchanged plan
-    for known in (bare, previous):
-        if known is None:
+    for candidate in (homes_only, previous):
+        if candidate is None:
             continue
-        if np.array_equal(table, known.table) and np.array_equal(bare.home, known.home):
-            return known
-    return Placement.trusted(bare.home, table)
+        if np.array_equal(table, candidate.table) and np.array_equal(
+            homes_only.home, candidate.home
+        ):
+            return candidate
+    return Placement.trusted(homes_only.home, table)
 
 
-def problem_of(bare: Placement, world: World, cost: CopyCost) -> Problem:
+def problem_of(homes_only: Placement, world: World, cost: CopyCost) -> Problem:
     """Make the input of `search`: homes, nodes and costs.
 
     Args:
-        bare: placement without replicas.
+        homes_only: placement without replicas.
         world: node of every rank.
         cost: cost of replicas.
     """
@@ -109,11 +111,11 @@ def problem_of(bare: Placement, world: World, cost: CopyCost) -> Problem:
     # Copies, because placements are read-only: numba compiles separately for read-only arrays, and
     # other callers of the same functions pass writable ones.
     return Problem(
-        home=bare.home.copy(),
+        home=homes_only.home.copy(),
         node=node,
         members=np.argsort(node, kind="stable"),
         begin=np.concatenate([[0], np.cumsum(np.bincount(node))]),
-        bare=bare.table.copy(),
+        bare=homes_only.table.copy(),
         scatters=cost.scatters,
         near=float(cost.near),
         far=float(far),
@@ -148,28 +150,28 @@ class _Limits(NamedTuple):
 
 
 def _best_plan(
-    forecast: np.ndarray, problem: Problem, most: int, previous: Placement | None
+    forecast: np.ndarray, problem: Problem, num_slots: int, previous: Placement | None
 ) -> np.ndarray:
     """Find the cheapest plan, [R, P] experts, or the bare homes if replicas do not pay.
 
     Args:
         forecast: [E] tokens.
         problem: homes, nodes and costs.
-        most: replicas that a rank may hold.
+        num_slots: replicas that a rank may hold.
         previous: plan of the last iteration, a second start of the local search.
     """
     num_ranks = len(problem.node)
     loads = np.bincount(problem.home, weights=forecast, minlength=num_ranks)
     # free: even full slots cost less than one token
-    each = max(problem.near, problem.far) + problem.computing
-    is_free = each * most + problem.routing < 1
+    copy_tokens = max(problem.near, problem.far) + problem.computing
+    is_free = copy_tokens * num_slots + problem.routing < 1
     if is_free:
-        limits = _Limits(most, most * num_ranks)
+        limits = _Limits(num_slots, num_slots * num_ranks)
         best = _cheaper(None, fill(forecast, problem, *limits), forecast, problem)
     elif loads.max() <= BALANCED * loads.mean():
         return problem.bare
     else:
-        best, limits = _cheapest_fill(forecast, problem, most)
+        best, limits = _cheapest_fill(forecast, problem, num_slots)
     best, continues = _improve(best, limits, forecast, problem, previous)
     if is_free:
         return best.table
@@ -202,10 +204,10 @@ def _improve(
     if problem.scatters:
         leaving = best.table.size
     until = (-(-REPLACED // num_ranks), number, leaving, even - mean)
-    whole = np.rint(forecast).astype(np.int64)
+    tokens = np.rint(forecast).astype(np.int64)
 
     def improved(start: np.ndarray) -> np.ndarray:
-        return overwrite(whole, problem.home, start, problem.node, np.zeros(4), until)
+        return overwrite(tokens, problem.home, start, problem.node, np.zeros(4), until)
 
     best = _cheaper(best, improved(best.table), forecast, problem)
     if previous is None or previous.num_replicas == 0:
@@ -228,13 +230,13 @@ def _cheaper(
         return _Plan(table, *plan_cost(forecast, problem, table, np.inf))
     if np.array_equal(table, plan.table):
         return plan
-    other = _Plan(table, *plan_cost(forecast, problem, table, plan.cost))
-    if other.cost < plan.cost:
-        return other
+    candidate = _Plan(table, *plan_cost(forecast, problem, table, plan.cost))
+    if candidate.cost < plan.cost:
+        return candidate
     return plan
 
 
-def _cheapest_fill(forecast: np.ndarray, problem: Problem, most: int) -> tuple[_Plan, _Limits]:
+def _cheapest_fill(forecast: np.ndarray, problem: Problem, num_slots: int) -> tuple[_Plan, _Limits]:
     """Find the cheapest greedy plan over both limits of `fill`.
 
     With more replicas of a hot rank's home experts, loads get more even and the home sends for a
@@ -244,7 +246,7 @@ def _cheapest_fill(forecast: np.ndarray, problem: Problem, most: int) -> tuple[_
     Args:
         forecast: [E] tokens.
         problem: homes, nodes and costs.
-        most: replicas that a rank may hold.
+        num_slots: replicas that a rank may hold.
     """
     num_ranks = len(problem.node)
     loads = np.bincount(problem.home, weights=forecast, minlength=num_ranks)
@@ -262,26 +264,26 @@ def _cheapest_fill(forecast: np.ndarray, problem: Problem, most: int) -> tuple[_
             lowest = min(lowest, plans[limits].cost)
         return plans[limits].cost
 
-    best = _Limits(most, most)
-    for number in range(most, 0, -1):
-        of_number = functools.partial(cost, number)
+    best = _Limits(num_slots, num_slots)
+    for number in range(num_slots, 0, -1):
+        cost_of_number = functools.partial(cost, number)
         unlimited = most_leaving(forecast, problem, number)
         starts = (evens, 2 * number, number, unlimited)
-        leaving = min((max(number, min(start, unlimited)) for start in starts), key=of_number)
+        leaving = min((max(number, min(start, unlimited)) for start in starts), key=cost_of_number)
         # a descent for fewer replicas is worth its time only from a start that is cheaper already
-        if number == most or of_number(leaving) < cost(*best):
-            best = _Limits(number, _descend(of_number, leaving, number, unlimited))
+        if number == num_slots or cost_of_number(leaving) < cost(*best):
+            best = _Limits(number, _descend(cost_of_number, leaving, number, unlimited))
     return plans[best], best
 
 
-def _descend(cost: Callable[[int], float], start: int, least: int, most: int) -> int:
-    """Find a local minimum of ``cost`` from ``start``, within ``least`` to ``most``."""
-    at = start
+def _descend(cost: Callable[[int], float], start: int, min_number: int, max_number: int) -> int:
+    """Find a local minimum of ``cost`` from ``start``, within ``min_number`` to ``max_number``."""
+    number = start
     for factor in STEPS:
-        nearer: int | None = at
+        nearer: int | None = number
         while nearer is not None:
-            at = nearer
-            lower = max(least, min(at - 1, round(at / factor)))
-            upper = min(most, max(at + 1, round(at * factor)))
-            nearer = next((limit for limit in (lower, upper) if cost(limit) < cost(at)), None)
-    return at
+            number = nearer
+            lower = max(min_number, min(number - 1, round(number / factor)))
+            upper = min(max_number, max(number + 1, round(number * factor)))
+            nearer = next((limit for limit in (lower, upper) if cost(limit) < cost(number)), None)
+    return number

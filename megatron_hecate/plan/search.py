@@ -66,14 +66,14 @@ def _counts(
         [E] int64 replicas.
     """
     count = np.zeros(len(forecast), np.int64)
-    sent = np.zeros(num_ranks, np.int64)
+    sends = np.zeros(num_ranks, np.int64)
     heap = [(-forecast[e], e) for e in range(len(forecast)) if forecast[e] > 0]
     heapq.heapify(heap)
     while copies > 0 and len(heap) > 0:
         _, e = heapq.heappop(heap)
-        if count[e] < num_ranks - 1 and sent[home[e]] < leaving:
+        if count[e] < num_ranks - 1 and sends[home[e]] < leaving:
             count[e] += 1
-            sent[home[e]] += 1
+            sends[home[e]] += 1
             copies -= 1
             heapq.heappush(heap, (-forecast[e] / (count[e] + 1), e))
     return count
@@ -112,31 +112,31 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
     copied = np.zeros(num_nodes)
     # the least loaded rank with a slot of each node, and its load
     lowest = np.full(num_nodes, -1)
-    least = np.full(num_nodes, np.inf)
+    lowest_load = np.full(num_nodes, np.inf)
     for k in range(num_nodes):
         lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
-    _look_up(least, lowest, load)
-    order = np.argsort(least, kind="mergesort")
-    there = np.zeros(num_nodes, np.bool_)
+    _look_up(lowest_load, lowest, load)
+    order = np.argsort(lowest_load, kind="mergesort")
+    has_copy = np.zeros(num_nodes, np.bool_)
     holds = np.zeros(num_ranks, np.bool_)
     for e in np.argsort(-share):
         if count[e] == 0:
             continue
-        there[:] = False
+        has_copy[:] = False
         holds[:] = False
-        own = node[home[e]]
-        there[own] = True
+        home_node = node[home[e]]
+        has_copy[home_node] = True
         holds[home[e]] = True
-        here = 0.0
-        for i in range(begin[own], begin[own + 1]):
-            here += load[members[i]]
-        crowd = here - mean * (begin[own + 1] - begin[own])
+        node_price = 0.0
+        for i in range(begin[home_node], begin[home_node + 1]):
+            node_price += load[members[i]]
+        crowd = node_price - mean * (begin[home_node + 1] - begin[home_node])
         for placed in range(count[e]):
             best = -1
             # replicas without a place yet still count as load of the home's node
             relief = min(share[e], max(0.0, crowd + share[e] * (count[e] - placed)))
             for k in order:
-                if lowest[k] < 0 or there[k]:
+                if lowest[k] < 0 or has_copy[k]:
                     continue
                 size = begin[k + 1] - begin[k]
                 crossing = problem.crossing * forecast[e] * size / num_ranks
@@ -146,23 +146,23 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
             if best >= 0:
                 copied[node[best]] += 1
             else:
-                best = _least_loaded_inside(members, begin, there, holds, load, room)
+                best = _least_loaded_inside(members, begin, has_copy, holds, load, room)
             if best < 0:
                 # the replica is dropped, so the other holders serve more each
                 for r in range(num_ranks):
                     load[r] += forecast[e] / (placed + 1) - share[e] if holds[r] else 0.0
-                _look_up(least, lowest, load)
-                order = np.argsort(least, kind="mergesort")
+                _look_up(lowest_load, lowest, load)
+                order = np.argsort(lowest_load, kind="mergesort")
                 break
             _put(table, best, e)
             k = node[best]
             room[best] -= 1
             load[best] += share[e]
-            there[k] = True
+            has_copy[k] = True
             holds[best] = True
             lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
-            least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
-            _sort_in(order, least, k)
+            lowest_load[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
+            _sort_in(order, lowest_load, k)
     return table
 
 
@@ -182,25 +182,25 @@ def _exposed_share(problem: Problem, copies: float, size: int) -> float:
 
 
 @compiled
-def _look_up(least: np.ndarray, lowest: np.ndarray, load: np.ndarray) -> None:
-    """Set ``least`` [K] to the load of the rank ``lowest`` [K]; infinite without a rank."""
-    for k in range(len(least)):
-        least[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
+def _look_up(lowest_load: np.ndarray, lowest: np.ndarray, load: np.ndarray) -> None:
+    """Set ``lowest_load`` [K] to the load of the rank ``lowest`` [K]; infinite without a rank."""
+    for k in range(len(lowest_load)):
+        lowest_load[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
 
 
 @compiled
 def _least_loaded_inside(
     members: np.ndarray,
     begin: np.ndarray,
-    there: np.ndarray,
+    has_copy: np.ndarray,
     holds: np.ndarray,
     load: np.ndarray,
     room: np.ndarray,
 ) -> int:
     """Find the least loaded rank that has room and not the expert, on nodes that hold it; or -1."""
     best = -1
-    for k in range(len(there)):
-        if there[k]:
+    for k in range(len(has_copy)):
+        if has_copy[k]:
             for i in range(begin[k], begin[k + 1]):
                 r = members[i]
                 if not holds[r] and room[r] > 0 and (best < 0 or load[r] < load[best]):
@@ -218,18 +218,24 @@ def _put(table: np.ndarray, rank: int, expert: int) -> None:
 
 
 @compiled
-def _sort_in(order: np.ndarray, least: np.ndarray, node: int) -> None:
-    """Restore ``order`` [K] by ascending ``least`` load, then number, after one node changed."""
-    at = 0
-    while order[at] != node:
-        at += 1
-    while at > 0 and (least[order[at - 1]], order[at - 1]) > (least[node], node):
-        order[at] = order[at - 1]
-        at -= 1
-    while at + 1 < len(order) and (least[order[at + 1]], order[at + 1]) < (least[node], node):
-        order[at] = order[at + 1]
-        at += 1
-    order[at] = node
+def _sort_in(order: np.ndarray, lowest_load: np.ndarray, node: int) -> None:
+    """Restore ``order`` [K] by ascending load, then number, after one node changed."""
+    place = 0
+    while order[place] != node:
+        place += 1
+    while place > 0 and (lowest_load[order[place - 1]], order[place - 1]) > (
+        lowest_load[node],
+        node,
+    ):
+        order[place] = order[place - 1]
+        place -= 1
+    while place + 1 < len(order) and (lowest_load[order[place + 1]], order[place + 1]) < (
+        lowest_load[node],
+        node,
+    ):
+        order[place] = order[place + 1]
+        place += 1
+    order[place] = node
 
 
 @compiled
@@ -286,10 +292,10 @@ def plan_cost(
     # the lower bound first, because balancing takes most of the time
     if mean + crossing + overhead >= bound:
         return mean + crossing + overhead, overhead
-    whole = np.empty(len(forecast), np.int64)
+    tokens = np.empty(len(forecast), np.int64)
     for e in range(len(forecast)):
-        whole[e] = int(forecast[e] + 0.5)
-    largest = max(balance(whole, table, int(mean / SLACK), False).load)
+        tokens[e] = int(forecast[e] + 0.5)
+    largest = max(balance(tokens, table, int(mean / SLACK), False).load)
     return largest + crossing + overhead, overhead
 
 
@@ -313,13 +319,13 @@ def cost_beside_load(
     begin, rank = holders_of(len(home), table)
     # by node: ranks, holders of one expert, tokens and copies that leave and arrive
     size = problem.begin[1:] - problem.begin[:-1]
-    held = np.zeros(num_nodes)
+    num_copies = np.zeros(num_nodes)
     leaves = np.zeros(num_nodes)
     arrives = np.zeros(num_nodes)
     copies_out = np.zeros(num_nodes)
     copies_in = np.zeros(num_nodes)
     # by rank: copies
-    sent = np.zeros(num_ranks)
+    sends = np.zeros(num_ranks)
     received = np.zeros(num_ranks)
     # start as if no node held an expert: all tokens leave
     total = forecast.sum()
@@ -327,40 +333,40 @@ def cost_beside_load(
         leaves[k] = total * size[k] / num_ranks
     for e in range(len(home)):
         holders = rank[begin[e] : begin[e + 1]]
-        own = node[home[e]]
+        home_node = node[home[e]]
         elsewhere = num_ranks
         for r in holders:
-            held[node[r]] = 0
+            num_copies[node[r]] = 0
         for r in holders:
             k = node[r]
             # conditional expressions compile to selects; branches take 30 % more time here
             received[r] += 1 if r != home[e] else 0
-            if held[k] == 0:
+            if num_copies[k] == 0:
                 elsewhere -= size[k]
                 leaves[k] -= forecast[e] * size[k] / num_ranks
-                copies_in[k] += 1 if k != own else 0
-                copies_out[own] += 1 if k != own else 0
-            held[k] += 1
+                copies_in[k] += 1 if k != home_node else 0
+                copies_out[home_node] += 1 if k != home_node else 0
+            num_copies[k] += 1
         crossing = forecast[e] * elsewhere / num_ranks
         for r in holders:
             arrives[node[r]] += crossing / len(holders)
         if not problem.scatters:
             # the home sends all copies over the slowest link, one after another
-            sent[home[e]] += len(holders) - 1
-        elif held[own] > SCATTERED:
-            sent[home[e]] += 1
+            sends[home[e]] += len(holders) - 1
+        elif num_copies[home_node] > SCATTERED:
+            sends[home[e]] += 1
         else:
-            sent[home[e]] += held[own] - 1
+            sends[home[e]] += num_copies[home_node] - 1
     crossing = 0.0
-    between = 0.0
+    crossings = 0.0
     for k in range(num_nodes):
         crossing = max(crossing, problem.crossing * max(leaves[k], arrives[k]) / size[k])
-        between = max(between, problem.far * max(copies_in[k], copies_out[k]) / size[k])
+        crossings = max(crossings, problem.far * max(copies_in[k], copies_out[k]) / size[k])
     if max(received) == 0:
         return crossing, 0.0
-    copying = max(between, problem.near * max(max(received), max(sent)))
+    copying = max(crossings, problem.near * max(max(received), max(sends)))
     if not problem.scatters and num_nodes > 1:
-        copying = problem.far * max(max(received), max(sent))
+        copying = problem.far * max(max(received), max(sends))
     fixed = problem.routing + problem.computing * max(received)
     return crossing, _exposed_copying(copying, problem) + fixed
 

@@ -22,9 +22,9 @@ SECONDS_RANGE: tuple[float, float] = (0.0, 1e6)
 
 
 def _check(name: str, value: float, unit: str, limits: tuple[float, float]) -> None:
-    least, most = limits
-    if not least <= value <= most:
-        raise ValueError(f"{name}={value} {unit} must be finite, from {least:g} to {most:g}")
+    lower, upper = limits
+    if not lower <= value <= upper:
+        raise ValueError(f"{name}={value} {unit} must be finite, from {lower:g} to {upper:g}")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,7 +69,7 @@ def _plan(state: LayerState, loads: Tensor) -> Placement:
         state.placement,
         state.world,
         cost=shape.copy_cost(state.world),
-        most=state.config.late_replicas,
+        max_copies=state.config.late_replicas,
         across_nodes=state.config.speeds is not None,
     )
     state.check_agreement(placement)

@@ -17,7 +17,7 @@ HOT = np.array([400, 100, 100, 100])  # 175 on average: two late replicas of exp
 def late(load: np.ndarray, placement: Placement, world: World, **given: float) -> Placement:
     most, across = int(given.pop("most", 8)), bool(given.pop("across", True))
     return add_late_replicas(
-        load, placement, world, cost=CopyCost(**given), most=most, across_nodes=across
+        load, placement, world, cost=CopyCost(**given), max_copies=most, across_nodes=across
     )
 
 
@@ -100,7 +100,7 @@ def test_many_ranks_after_a_jump() -> None:
     [
         ([1, 2, 3], ONE_NODE, 1, r"load has shape \(3,\), expected \[4\]"),
         ([1, 2, 3, -4], ONE_NODE, 1, "load must be 0 or more, got -4 for expert 3"),
-        ([1, 2, 3, 4], ONE_NODE, -1, "most=-1 must be 0 or more"),
+        ([1, 2, 3, 4], ONE_NODE, -1, "max_copies=-1 must be 0 or more"),
         ([1, 2, 3, 4], World((0, 0)), 1, "world has 2 ranks, the placement 4"),
     ],
 )
