@@ -7,10 +7,9 @@ import dataclasses
 import inspect
 import os
 import textwrap
-import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,34 +20,90 @@ PREFIX = "moe_fssdp"
 AUTO = "auto"
 # folder of an observed run's record, unless another one is named
 OBSERVED = "fssdp-run"
-# Bounds of a timeout in seconds. The upper bound is the longest timeout of process groups.
-SHORTEST = 1e-3
-LONGEST = 1e8
-# Upper bounds of whole numbers, beyond any job's use. The limits of a model are checked when it is
-# built.
-MOST = {
-    "slots": 4096,
-    "overlap_degree": 4096,
-    "late_replicas": 1 << 20,
-    "rehome": 10**9,
-    "nccl_ctas": 64,
-}
+# upper bound of `slots`, beyond any job's use; the limits of a model are checked when it is built
+MOST_SLOTS = 4096
+
+Lifetime = Literal["auto", "iteration", "layer"]
+Transport = Literal["auto", "p2p", "nvlink"]
 
 
-def _flag(default: Any, text: str, allowed: str) -> Any:
-    """Define a field with the help text of its flag.
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """Kind of a setting.
+
+    Args:
+        allowed: accepted values, for errors and help.
+        accepts: function that returns whether a value is accepted.
+        options: argparse's options for the flag.
+    """
+
+    allowed: str
+    accepts: Callable[[Any], bool]
+    options: dict[str, Any]
+
+
+def _whole(largest: int) -> Kind:
+    return Kind(
+        f"a whole number from 0 to {largest}",
+        # not isinstance: True is no number here
+        lambda value: type(value) is int and 0 <= value <= largest,
+        {"type": int, "metavar": "N"},
+    )
+
+
+def _choice(hint: Any) -> Kind:
+    """Make the kind of the values of a `Literal`."""
+    choices = typing.get_args(hint)
+    allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
+    return Kind(allowed, lambda value: value in choices, {"choices": choices})
+
+
+def _text(allowed: str, accepts: Callable[[str], object], metavar: str) -> Kind:
+    return Kind(
+        allowed,
+        lambda value: isinstance(value, str) and bool(value and accepts(value)),
+        {"type": str, "metavar": metavar},
+    )
+
+
+def _or_none(kind: Kind) -> Kind:
+    return Kind(
+        f"{kind.allowed}, or None",
+        lambda value: value is None or kind.accepts(value),
+        kind.options,
+    )
+
+
+_SWITCH = Kind("True or False", lambda value: isinstance(value, bool), {"action": "store_true"})
+_SECONDS = Kind(
+    # the upper bound is the longest timeout of process groups
+    "a number of seconds from 0.001 to 1e+08",
+    lambda value: type(value) in (int, float) and 1e-3 <= value <= 1e8,
+    {"type": float, "metavar": "SECONDS"},
+)
+_MEASURED = _text(
+    "the name of a file that torchrun ... -m megatron_hecate measure FILE has written",
+    lambda path: Path(path).is_file(),
+    "FILE",
+)
+_FOLDER = _text(
+    "the name of a folder, which need not exist", lambda path: not Path(path).is_file(), "DIR"
+)
+
+
+def _setting(default: Any, kind: Kind, text: str, limit: str = "") -> Any:
+    """Define a field.
 
     Args:
         default: value without the flag.
-        text: meaning and unit.
-        allowed: values that are accepted.
+        kind: kind of the values.
+        text: meaning and unit, for help.
+        limit: limit that depends on another setting, for help.
     """
-    return dataclasses.field(default=default, metadata={"help": text, "allowed": allowed})
-
-
-def _number(name: str) -> str:
-    """Describe the whole numbers that a field of `MOST` accepts."""
-    return f"a whole number from 0 to {MOST[name]}"
+    allowed = f"{kind.allowed}; {limit}" if limit else kind.allowed
+    return dataclasses.field(
+        default=default, metadata={"help": text, "allowed": allowed, "kind": kind}
+    )
 
 
 def asks_for_fssdp(values: Mapping[str, Any]) -> bool:
@@ -58,8 +113,8 @@ def asks_for_fssdp(values: Mapping[str, Any]) -> bool:
 
 def fssdp_arguments(source: Any) -> dict[str, Any]:
     """Return the attributes of ``source`` that are named like our flags, misspelt ones included."""
-    held = getattr(source, "__dict__", {})
-    return {name: value for name, value in held.items() if name.startswith(PREFIX)}
+    attributes = getattr(source, "__dict__", {})
+    return {name: value for name, value in attributes.items() if name.startswith(PREFIX)}
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -101,83 +156,92 @@ class HecateConfig:
         ValueError: for a value outside its range; the message has all problems.
     """
 
-    slots: int = _flag(
+    slots: int = _setting(
         2,
+        _whole(MOST_SLOTS),
         "Replicas that a rank can hold per MoE layer; 0 trains exactly as without FSSDP.",
-        _number("slots"),
     )
-    lifetime: Literal["auto", "iteration", "layer"] = _flag(
+    lifetime: Lifetime = _setting(
         "iteration",
+        _choice(Lifetime),
         "How long a replica lives. iteration: fetched once per iteration (least traffic). layer: "
         "fetched before each forward of its layer and again before the backward (least memory). "
         "auto: the first of the two that fits into memory with the experts' gradients and "
         "optimizer state; activations are not counted.",
-        "auto, iteration or layer",
     )
-    transport: Literal["auto", "p2p", "nvlink"] = _flag(
+    transport: Transport = _setting(
         "auto",
+        _choice(Transport),
         "Transport of expert weights and gradients. p2p: torch.distributed. nvlink: our own "
         "kernels, which read peer memory inside an NVLink domain (with CPU ranks: inside a "
         "machine), and p2p between domains. auto: nvlink if peers share an NVLink domain and its "
         "self-test succeeds, else p2p with the reason.",
-        "auto, p2p or nvlink",
     )
-    overlap_degree: int | None = _flag(
+    overlap_degree: int | None = _setting(
         None,
+        _or_none(_whole(4096)),
         "Expert fetches per rank and layer that overlap with compute. They cost nothing, and no "
         "more are fetched. None measures the number.",
-        f"{_number('overlap_degree')}, or None",
     )
-    late_replicas: int = _flag(
+    late_replicas: int = _setting(
         0,
+        _whole(1 << 20),
         "Replicas that a layer may fetch after the gate, over all ranks, if the true loads justify "
         "the cost: inside a node, and across nodes if speeds are measured.",
-        f"{_number('late_replicas')}; above 0 only with slots",
+        "above 0 only with slots",
     )
-    speeds: str | None = _flag(
+    speeds: str | None = _setting(
         None,
-        "File with measured speeds (torchrun ... -m megatron_hecate measure FILE) for the cost "
-        "model of copies. None uses the speeds of an H100 node, or of CPU cores without GPUs.",
-        "the name of an existing file, or None",
+        _or_none(_MEASURED),
+        "File with measured speeds for the cost model of copies. None uses the speeds of an H100 "
+        "node, or of CPU cores without GPUs.",
     )
-    rehome: int = _flag(
+    rehome: int = _setting(
         0,
+        _whole(10**9),
         "Iterations between two searches for better homes. Experts then move with their optimizer "
         "state if the move pays before the next search. 0 keeps all experts where Megatron built "
         "them.",
-        f"{_number('rehome')}; above 0 not with observe",
+        "above 0 not with observe",
     )
-    nccl_ctas: int = _flag(
+    nccl_ctas: int = _setting(
         8,
+        _whole(64),
         "Upper bound on the thread blocks of NCCL per transfer of replicas. Each occupies one "
         "multiprocessor of the GPU that concurrent kernels then lack. 0 leaves the number to NCCL, "
         "which may use 32.",
-        _number("nccl_ctas"),
     )
-    timeout: float = _flag(
+    timeout: float = _setting(
         600.0,
+        _SECONDS,
         "Seconds until a wait for another rank raises an error, or prints a line, with the name of "
         "that rank.",
-        f"a number of seconds from {SHORTEST:g} to {LONGEST:g}",
     )
-    observe: bool = _flag(
+    observe: bool = _setting(
         False,
+        _SWITCH,
         "Train bitwise as without FSSDP, with any settings, and record the number of tokens per "
         "expert. Works without --moe-fssdp, and takes precedence over it.",
-        "True or False",
     )
-    record: str | None = _flag(
+    record: str | None = _setting(
         None,
+        _or_none(_FOLDER),
         "Folder for a record of every MoE layer and iteration. None records nothing; with "
         f"--moe-fssdp-observe it means {OBSERVED}.",
-        "the name of a folder, which need not exist, or None",
     )
 
     def __post_init__(self) -> None:
         for name in ("speeds", "record"):
             if isinstance(path := getattr(self, name), os.PathLike):
                 object.__setattr__(self, name, os.fspath(path))
-        if problems := [*self._wrong_numbers(), *self._wrong_texts(), *self._wrong_together()]:
+        problems = []
+        for field in dataclasses.fields(self):
+            kind = field.metadata["kind"]
+            value = getattr(self, field.name)
+            if not kind.accepts(value):
+                problems.append(f"{field.name}={value!r} must be {kind.allowed}")
+        # values that are wrong by themselves cannot be compared
+        if problems := problems or list(self._wrong_together()):
             raise ValueError("; ".join(problems))
 
     @classmethod
@@ -200,49 +264,10 @@ class HecateConfig:
             "write fssdp(HecateConfig(slots=2))(model_chunks)"
         )
 
-    def _wrong_numbers(self) -> Iterator[str]:
-        for name, most in MOST.items():
-            value = getattr(self, name)
-            or_none = ""
-            or_measured = ""
-            if name == "overlap_degree":
-                if value is None:
-                    continue
-                or_none = " or None"
-                or_measured = ", or None to measure it"
-            # not isinstance: True is no number here
-            if type(value) is not int:
-                yield f"{name}={value!r} must be a whole number{or_none}"
-            elif value < 0:
-                yield f"{name}={value} must be 0 or more{or_measured}"
-            elif value > most:
-                yield f"{name}={value} must be {most} or less"
-        if type(self.timeout) not in (int, float) or not SHORTEST <= self.timeout <= LONGEST:
-            bounds = f"{SHORTEST:g} to {LONGEST:g}"
-            yield f"timeout={self.timeout!r} must be a number of seconds from {bounds}"
-
-    def _wrong_texts(self) -> Iterator[str]:
-        if not isinstance(self.observe, bool):
-            yield f"observe={self.observe!r} must be True or False"
-        for name in ("lifetime", "transport"):
-            value = getattr(self, name)
-            known = typing.get_args(typing.get_type_hints(type(self))[name])
-            if value not in known:
-                yield f"{name}={value!r} is none of {', '.join(known)}"
-        for name, kind in (("speeds", "file"), ("record", "folder")):
-            value = getattr(self, name)
-            if value is not None and not (isinstance(value, str) and value):
-                yield f"{name}={value!r} must be the name of a {kind}, or None"
-            elif name == "speeds" and value is not None and not Path(value).is_file():
-                way = "write it with torchrun ... -m megatron_hecate measure FILE"
-                yield f"{value} does not hold measured speeds: speeds={value!r} is no file; {way}"
-            elif name == "record" and value is not None and Path(value).is_file():
-                yield f"record={value!r} is a file; name a folder"
-
     def _wrong_together(self) -> Iterator[str]:
         if self.slots == 0 and self.late_replicas and not self.observe:
             yield f"late_replicas={self.late_replicas} needs slots for them, got slots=0"
-        if self.rehome and self.observe is True:
+        if self.rehome and self.observe:
             yield f"rehome={self.rehome} moves experts, which observe=True leaves where they are"
 
     @property
@@ -259,10 +284,9 @@ class HecateConfig:
             "fssdp", "fully sharded sparse data parallelism for MoE layers (megatron-hecate)"
         )
         group.add_argument(FLAG, action="store_true", help="Train every MoE layer with FSSDP.")
-        hints = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            options = _options_of(field.name, hints[field.name])
             text = field.metadata["help"] + " (default: %(default)s)"
+            options = field.metadata["kind"].options
             group.add_argument(_flag_of(field.name), default=field.default, help=text, **options)
         return parser
 
@@ -333,21 +357,6 @@ def _shown(argument: str) -> str:
 def _argument(flag: str) -> str:
     """Return the name under which argparse stores the value of ``flag``."""
     return flag.removeprefix("--").replace("-", "_")
-
-
-def _options_of(field: str, hint: Any) -> dict[str, Any]:
-    """Return argparse's options for the flag of a field with this type ``hint``."""
-    if typing.get_origin(hint) is Literal:
-        return {"choices": typing.get_args(hint)}
-    if hint is bool:
-        return {"action": "store_true"}
-    kind = hint
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        # the type before ``| None``
-        kind = typing.get_args(hint)[0]
-    name_of_text = "DIR" if field == "record" else "FILE"
-    metavar = {str: name_of_text, float: "SECONDS"}.get(kind, "N")
-    return {"type": kind, "metavar": metavar}
 
 
 _document(HecateConfig)

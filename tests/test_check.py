@@ -215,7 +215,7 @@ def test_a_list_has_a_line_for_each(check: Any) -> None:
             '{"expert_model_parallel_size": true}',
             "expert_model_parallel_size=True must be a whole number",
         ),
-        ('{"moe_fssdp_slots": -3}', "slots=-3 must be 0 or more"),
+        ('{"moe_fssdp_slots": -3}', "slots=-3 must be a whole number from 0 to 4096"),
         ('{"moe_fssdp_slots": "2"}', "slots='2' must be a whole number"),
         ('{"moe_fssdp_rehome": "100"}', "rehome='100' must be a whole number"),
         ('{"moe_fssdp_rehome": true}', "rehome=True must be a whole number"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from megatron_hecate.config import MOST, HecateConfig
+from megatron_hecate.config import MOST_SLOTS, HecateConfig
 from megatron_hecate.switch_on import unsupported
 from megatron_hecate.tools import job_flags
 from megatron_hecate.tools.files import adapters, jobs
@@ -95,7 +95,7 @@ WORST: dict[str, tuple[Any, ...]] = {
     "expert_gtp_weight_remat_size": (2,),
     "moe_fssdp_late_replicas": (1,),
     "moe_fssdp_rehome": (1,),
-    "moe_fssdp_slots": (MOST["slots"],),
+    "moe_fssdp_slots": (MOST_SLOTS,),
     "turbo_sync_free_moe_stage": (2,),
 }
 SWITCHES = {

@@ -42,7 +42,7 @@ WRONG = [
     ({"--moe-fssdp-speeds": "missing.json"}, "missing.json"),
     ({"--moe-fssdp-speeds": "/nowhere/speeds.json"}, "/nowhere/speeds.json"),
     ({"--moe-fssdp-speeds": str(ROOT / "README.md")}, "does not hold measured speeds"),
-    ({"--moe-fssdp-record": str(ROOT / "README.md")}, "README.md' is a file"),
+    ({"--moe-fssdp-record": str(ROOT / "README.md")}, "README.md' must be the name of a folder"),
 ]
 RIGHT = [
     {},

@@ -74,10 +74,10 @@ def test_one_process_is_told_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--moe-fssdp-late-replicas -1", "--moe-fssdp: late_replicas=-1 must be 0 or more"),
+        ("--moe-fssdp-late-replicas -1", "--moe-fssdp: late_replicas=-1 must be a whole number"),
         (
             "--moe-fssdp-speeds nowhere.json",
-            "--moe-fssdp: nowhere.json does not hold measured speeds",
+            "--moe-fssdp: speeds='nowhere.json' must be the name of a file",
         ),
     ],
 )
