@@ -1,7 +1,7 @@
 """Converters of weights that read parameters of experts off their modules.
 
-ms-swift's is an object that the model's configuration holds. Megatron-Bridge, mbridge, slime and
-miles pass the model to methods of theirs.
+One may be an object that the model's configuration holds. Libraries of `frameworks` pass the model
+to methods of theirs.
 
 No state_dict hook sees such a read, and while experts have moved, a parameter has the name of
 another expert.
@@ -19,40 +19,13 @@ from typing import Any
 from torch.nn import Module
 
 from megatron_hecate.homes.schedule import HomesSchedule
-
-METHODS = ("load_weights", "export_weights", "save_weights")
-# functions of slime, and of its fork miles, that read and write all weights: for a rollout, for
-# copies of policy and reference, and for Hugging Face
-NAMED = ("_named_params_and_buffers_global", "_named_params_and_buffers_vanilla")
-BRIDGE = "megatron.bridge"
-MBRIDGE = "mbridge.core.bridge"
-# classes of libraries, by their module, and methods that get a model or a list of its chunks;
-# functions of the module itself where the class has no name
-LIBRARIES = {
-    "slime.backends.megatron_utils.update_weight.common": ("", NAMED),
-    "miles.backends.megatron_utils.update_weight.common": ("", NAMED),
-    "miles.backends.megatron_utils.rematerialize_utils": ("", ("_named_restore_extras",)),
-    f"{BRIDGE}.models.conversion.model_bridge": (
-        "MegatronModelBridge",
-        (
-            "stream_weights_megatron_to_hf",
-            "load_weights_hf_to_megatron",
-            "stream_weights_hf_to_megatron",
-        ),
-    ),
-    # not in 0.4
-    f"{BRIDGE}.models.conversion.quant_bridge": (
-        "MegatronQuantizationBridge",
-        ("stream_weights_megatron_to_hf_quant",),
-    ),
-    MBRIDGE: ("Bridge", (*METHODS, "export_weights_without_gather")),
-}
+from megatron_hecate.megatron.frameworks import BRIDGE, LIBRARIES, MBRIDGE, METHODS
 
 
 def restore_homes_before_libraries(*, needs_all: bool = True) -> None:
     """Have the imported ones of `LIBRARIES` restore homes of their models.
 
-    A framework may use them and switch FSSDP on by its hook alone, as verl does. All ranks must
+    A framework may use them and switch FSSDP on by its hook alone. All ranks must
     call their methods together, which they need to themselves. Methods are wrapped once, for good:
     nothing changes for models without moved experts.
 

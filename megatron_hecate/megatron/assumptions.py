@@ -6,9 +6,8 @@
 * `BRIDGE_ASSUMPTIONS`, `BRIDGE_METRICS`: names of Megatron-Bridge that `bridge` uses, and that its
   ``Metrics`` uses in addition.
 * `TE_ASSUMPTIONS`, `FUSED_ASSUMPTIONS`: attributes of TransformerEngine's modules.
-* `REPLAY_ASSUMPTIONS`: attributes of objects that replay routes.
 
-Settings that FSSDP does not combine with are in `unsupported`.
+Names in frameworks are in `frameworks`, settings that FSSDP does not combine with in `unsupported`.
 """
 
 from __future__ import annotations
@@ -181,20 +180,6 @@ TE_ASSUMPTIONS = {
 FUSED_ASSUMPTIONS = {
     "_make_fused_ops": "builds two GroupedLinear operators around an activation",
     "_fused_ops": "operators of the forward, or None",
-}
-# Attributes of the object that replays a router's routes, by its name on the router. An object
-# without them is ignored: the layer keeps its forecast. verl's has target_replay_mask, too.
-REPLAY_ASSUMPTIONS = {
-    "router_replay": {
-        "router_replay_action": "an enum; its value is replay_forward before a replayed forward",
-        "target_topk_idx": "experts of each token of the next forward, [T, k], or None",
-    },
-    # slime's and miles'; replayed if ROUTING_REPLAY_STAGE in the environment is replay_forward, or
-    # in miles the stage of routing_replay_manager, beside the object's class
-    "routing_replay": {
-        "top_indices_list": "experts of each token, [T, k], for each forward of a rollout",
-        "forward_index": "position of the next forward",
-    },
 }
 
 

@@ -16,6 +16,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.nn import Module
 
 from megatron_hecate.megatron.expert_parts import REPLACED
+from megatron_hecate.megatron.frameworks import KNOWN_PATCHES
 
 KNOWN = ("megatron.core.", "transformer_engine.", "torch.", "megatron_hecate.")
 # methods of Megatron's layer that FSSDP overrides, and the forward that calls all of these
@@ -31,12 +32,6 @@ LAYER = {
 # methods that are checked in Megatron's own classes, too, because a package may have patched a
 # class
 PATCHED = {*LAYER, "token_dispatch", "token_combine"}
-# Patches of Megatron's dispatchers that also work over physical experts, as module and method.
-# These set ``num_out_tokens`` from the routing map: replayed routes may name an expert twice.
-KNOWN_PATCHES = {
-    ("verl.utils.megatron.router_replay_patch", "preprocess"),
-    ("swift.megatron.utils.router_replay_utils", "preprocess"),
-}
 # methods without influence on the computation
 HARMLESS = {
     "__init__",

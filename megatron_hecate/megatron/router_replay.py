@@ -2,7 +2,7 @@
 
 Post-training replays the routes of the rollout: before a forward, the training loop gives every
 router the experts of all tokens. Two interfaces are recognized by their attributes, which are in
-`assumptions.REPLAY_ASSUMPTIONS`: ``router_replay``, of Megatron and of patches with the same names
+`frameworks.REPLAY_ASSUMPTIONS`: ``router_replay``, of Megatron and of patches with the same names
 (verl), and ``routing_replay``, of slime and of its fork miles. Where routes are only read by the
 forward itself, the layer keeps its forecast.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron_hecate.megatron.assumptions import REPLAY_ASSUMPTIONS
+from megatron_hecate.megatron.frameworks import REPLAY_ASSUMPTIONS
 
 
 def has_replay(layer: Module) -> bool:

@@ -10,12 +10,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_hecate.homes.converters import (
-    BRIDGE,
-    LIBRARIES,
-    MBRIDGE,
-    restore_homes_before_libraries,
-)
+from megatron_hecate.homes.converters import restore_homes_before_libraries
+from megatron_hecate.megatron.frameworks import BRIDGE, LIBRARIES, MBRIDGE
 
 pytestmark = pytest.mark.fast
 QUANTIZED = f"{BRIDGE}.models.conversion.quant_bridge"

@@ -258,7 +258,7 @@ def test_weights_that_slime_reads_and_swaps(framework: str) -> None:
     import tiny_gpt
     import torch
 
-    from megatron_hecate.homes.converters import NAMED
+    from megatron_hecate.megatron.frameworks import NAMED
 
     names = NAMED
     module = f"{framework}.backends.megatron_utils.update_weight.common"
