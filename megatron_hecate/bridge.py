@@ -67,8 +67,8 @@ def enable(config: Any, **settings: Any) -> None:
         )
     asked = HecateConfig(**settings).as_arguments()
     _ask(config, asked)
-    # A framework may never call ``pretrain``, as NeMo-RL: then `entry` reads the settings from
-    # here when DDP wraps the model, or refuses the first step.
+    # A framework may never call ``pretrain``: then `entry` reads the settings from here when DDP
+    # wraps the model, or refuses the first step.
     for model in _models(config):
         vars(model).update({**asked, **fssdp_arguments(model)})
     REQUEST.models.append(weakref.ref(config.model))
@@ -110,8 +110,8 @@ class Metrics(callbacks.Callback):
         model = context.model[0]
         per_layer = bool(getattr(getattr(model, "config", None), "moe_per_layer_logging", False))
         while self._arrived:
-            step, layers, of_layers = self._arrived.popleft()
-            values = summarize(layers, of_layers, per_layer=per_layer)
+            step, layers, layer_values = self._arrived.popleft()
+            values = summarize(layers, layer_values, per_layer=per_layer)
             log_scalars(values, step, board=state.tensorboard_logger, wandb=state.wandb_logger)
             for logger in filter(None, (state.mlflow_logger, state.comet_logger)):
                 logger.log_metrics(values, step=step)

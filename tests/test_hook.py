@@ -226,8 +226,8 @@ def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
 @pytest.mark.parametrize(
     "fails",
     [
-        "switch_on.convert._find_unsupported",
-        "switch_on.convert._estimate_memory",
+        "switch_on.proposal._find_unsupported",
+        "switch_on.proposal._estimate_memory",
         "switch_on.wrappers.find_wrapped",
         "megatron.assumptions.broken_assumptions",
         "record.observe._attach",

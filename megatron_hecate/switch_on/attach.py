@@ -116,7 +116,7 @@ def attach(
             if state.always_physical:
                 _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
         if prefetcher.rehoming is not None:
-            # ms-swift keeps its converter of weights in the configuration that chunks share
+            # a framework may keep its converter of weights in the configuration that chunks share
             converters: dict[int, Any] = {}
             for chunk in model.chunks:
                 converter = getattr(getattr(chunk, "config", None), "bridge", None)

@@ -1,7 +1,7 @@
 """Imports of our modules that wrap Megatron, as soon as the running script has imported Megatron.
 
-A script may choose its Megatron by changing ``sys.path`` first, as Primus does, so the launcher
-must not import Megatron itself.
+A script may choose its Megatron by changing ``sys.path`` first, so the launcher must not import
+Megatron itself.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def import_after_megatron() -> None:
 def _import_ours(ours: str) -> None:
     """Import one of our modules, which wraps functions of Megatron or has a function that does."""
     module = importlib.import_module(ours)
-    getattr(module, "install", lambda: None)()
+    if hasattr(module, "install"):
+        module.install()
 
 
 class _After(importlib.abc.MetaPathFinder):

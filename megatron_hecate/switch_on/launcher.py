@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.metadata
 import importlib.util
 import os
@@ -250,7 +251,7 @@ def _run(target: Target, flags: dict[str, Any], arguments: list[str]) -> int:
     if REQUEST.is_unmet:
         if environment_number("RANK") == 0:
             text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
-            # a framework may replace ``print``, as Primus does
+            # a framework may replace ``print``
             sys.stderr.write(f"FSSDP: {target.name} {text}\n")
         return 1
     return 0
@@ -299,14 +300,14 @@ def _stay_in_front(flags: dict[str, Any]) -> None:
     Bridge's scripts replace their process to restart in a recipe's environment. All functions of
     `os` that replace a process call ``execv`` or ``execve``.
     """
-    for function in (os.execv, os.execve):
+    for name in ("execv", "execve"):
+        setattr(os, name, functools.partial(_replace_process, getattr(os, name), flags))
 
-        def replace(
-            file: Any, command: Any, *environment: Any, original: Callable = function
-        ) -> None:
-            original(file, _behind_launcher(file, command, flags), *environment)
 
-        setattr(os, function.__name__, replace)
+def _replace_process(
+    function: Callable, flags: dict[str, Any], file: Any, command: Any, *environment: Any
+) -> None:
+    function(file, _behind_launcher(file, command, flags), *environment)
 
 
 def _behind_launcher(file: str, command: list[str], flags: dict[str, Any]) -> list[str]:

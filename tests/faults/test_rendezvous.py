@@ -220,7 +220,7 @@ def test_a_large_job_switches_on(
     from megatron_hecate.plan.world import H100
     from megatron_hecate.replicas.memory_estimate import LIFETIMES
     from megatron_hecate.switch_on import connect as connecting
-    from megatron_hecate.switch_on import convert
+    from megatron_hecate.switch_on import proposal
 
     config, of_group = HecateConfig(lifetime="auto", transport="p2p"), 64
     memory = dict(
@@ -267,7 +267,7 @@ def test_a_large_job_switches_on(
 
     def judge_notes(told: list[Any]) -> Verdict:
         notes = [Note(**fields) for fields in told]
-        problems, decision = convert._validate_job(config, connection, notes)
+        problems, decision = proposal.validate_job(config, connection, notes)
         found.extend([*module_problems(notes), *problems])
         return Verdict({"problems": found, "decision": decision})
 

@@ -1,0 +1,237 @@
+"""Proposal of one rank to switch FSSDP on, and the agreement of all ranks on it.
+
+Nothing here changes the model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from megatron_hecate.comm.agreement import Note, format_ranks
+from megatron_hecate.comm.device import device_of_rank
+from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.problems import collect
+from megatron_hecate.config import HecateConfig
+from megatron_hecate.megatron import assumptions, foreign_code, training_state
+from megatron_hecate.plan import Speeds
+from megatron_hecate.record.observe import read_speeds
+from megatron_hecate.replicas import memory_estimate
+from megatron_hecate.replicas.memory_estimate import RankMemory
+from megatron_hecate.step.layer import FSSDPLayer
+from megatron_hecate.step.layer_parts import LayerParts
+from megatron_hecate.switch_on import unsupported, wrappers
+from megatron_hecate.switch_on.attach import Model
+from megatron_hecate.switch_on.compiling import compile_all, compile_transfers
+from megatron_hecate.switch_on.connect import Connection, connect
+from megatron_hecate.switch_on.summary import job_memory, summarize_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Proposal:
+    """What one rank would convert, or why it cannot.
+
+    Args:
+        model: model to convert.
+        config: settings asked for.
+        parts: parts of each layer; empty with problems, and on a stage without MoE layers.
+        speeds: speeds of the cost model.
+        connection: transports of this rank.
+        problems: reasons why this rank cannot switch FSSDP on.
+    """
+
+    model: Model
+    config: HecateConfig
+    parts: list[LayerParts]
+    speeds: Speeds
+    connection: Connection
+    problems: list[str]
+
+    @classmethod
+    def make(cls, model: Model, config: HecateConfig) -> Proposal:
+        """Check ``model``, build the parts of its layers, and connect the ranks. Collective."""
+        problems: list[str] = []
+        parts = _build_parts(model, config, problems)
+        with collect(problems):
+            problems += wrappers.find_wrapped(model.chunks)
+        converted = [layer for layer in model.layers if isinstance(layer, FSSDPLayer)]
+        if converted:
+            names = ", ".join(layer.fssdp.name for layer in converted)
+            problems.append(
+                f"some layers run FSSDP already and others do not: {names} of {len(model.layers)}"
+            )
+        speeds = read_speeds(config, problems)
+        groups = sorted({part.ranks for part in parts})
+        connection = connect(
+            config.transport, groups, problems, timeout=config.timeout, nccl_ctas=config.nccl_ctas
+        )
+        if connection.name == "nvlink" and config.slots:
+            problems += compile_transfers()
+        return cls(model, config, parts, speeds, connection, problems)
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """Ranks of each expert-parallel group of this rank."""
+        return sorted({part.ranks for part in self.parts})
+
+    def agree(self) -> tuple[HecateConfig, list[Note]]:
+        """Agree with all ranks, or raise one error on all of them. Collective.
+
+        Returns:
+            The settings, with lifetime and transport resolved; on rank 0 the notes of all ranks.
+        """
+        judge = functools.partial(validate_job, self.config, self.connection)
+        lifetime, notes = self._note().agree(timeout=self.config.timeout, judge=judge)
+        resolved = dataclasses.replace(
+            self.config, lifetime=lifetime, transport=self.connection.name
+        )
+        return resolved, notes
+
+    def _note(self) -> Note:
+        """Summarize this rank for the agreement of all ranks."""
+        summary = ""
+        memory: dict[str, Any] = {}
+        rounds = ""
+        slots = self.config.slots
+        if self.parts:
+            with collect(self.problems):
+                summary = summarize_layers(self.parts, self.config)
+                if not self.problems:
+                    memory = _estimate_memory(
+                        self.parts, self.model, config=self.config, connection=self.connection
+                    )
+                if slots:
+                    rounds = P2P.explain_rounds([part.buffer(slots) for part in self.parts])
+        return Note(
+            # speeds by value: ranks may read the file under different paths
+            settings={
+                **dataclasses.asdict(self.config),
+                "speeds": dataclasses.asdict(self.speeds),
+            },
+            layers=[training_state.name_of_layer(layer) for layer in self.model.layers],
+            experts=[part.experts.description for part in self.parts],
+            problems=self.problems,
+            summary=summary,
+            memory=memory,
+            rounds=rounds,
+        )
+
+
+def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> list[LayerParts]:
+    """Build the parts of all layers without changing a layer; append to ``problems``."""
+    with collect(problems):
+        problems += assumptions.broken_assumptions()
+        if not problems:
+            problems += _find_unsupported(model, config)
+            problems += foreign_code.find_foreign_layers(model.chunks)
+            problems += _find_shared_experts(model)
+        if not problems:
+            problems += compile_all(config)
+    if problems:
+        return []
+    parts: list[LayerParts] = []
+    with collect(problems):
+        passes = training_state.passes_per_microbatch(model.layers, model.chunks)
+        refused: dict[str, list[int]] = {}
+        for layer, times in zip(model.layers, passes, strict=True):
+            layer_problems: list[str] = []
+            with collect(layer_problems):
+                parts.append(LayerParts.build(layer, slots=config.slots, passes=times))
+            for text in layer_problems:
+                refused.setdefault(text, []).append(layer.layer_number)
+        for text, numbers in refused.items():
+            layers = "layer" if len(numbers) == 1 else "layers"
+            problems.append(f"{layers} {format_ranks(numbers)}: {text}")
+    experts = {part.homes_only.num_experts for part in parts}
+    if config.rehome and len(experts) > 1:
+        problems.append(
+            f"rehome={config.rehome} with layers of {sorted(experts)} experts: homes move in equal "
+            "layers only"
+        )
+    return parts
+
+
+def _find_unsupported(model: Model, config: HecateConfig) -> list[str]:
+    """List unsupported settings, once each, over the configurations of all layers."""
+    sources = (wrappers.of_model(model.chunks), wrappers.of_job(), config.as_arguments())
+    configs = {id(layer.config): layer.config for layer in model.layers}
+    problems: list[str] = []
+    for layer_config in configs.values():
+        problems += unsupported.find(layer_config, *sources, slots=config.slots)
+    return list(dict.fromkeys(problems))
+
+
+def _find_shared_experts(model: Model) -> list[str]:
+    """List layers that share one module of experts: its replicas belong to one layer's routes."""
+    layers_with: dict[int, list[str]] = {}
+    for layer in model.layers:
+        # a layer of one kernel has no module of experts, which is refused elsewhere
+        if layer.experts is not None:
+            name = training_state.name_of_layer(layer)
+            layers_with.setdefault(id(layer.experts), []).append(name)
+    return [
+        f"{', '.join(names)} share one module of experts; give each layer a module of its own (it "
+        "may have the same parameters), or leave --moe-fssdp off"
+        for names in layers_with.values()
+        if len(names) > 1
+    ]
+
+
+def _estimate_memory(
+    parts: list[LayerParts], model: Model, *, config: HecateConfig, connection: Connection
+) -> dict[str, Any]:
+    """Estimate this rank's `RankMemory`, as a dictionary."""
+    layer_config = parts[0].layer.config
+    dtype = None
+    # Megatron casts the parameters after this hook
+    if layer_config.bf16:
+        dtype = torch.bfloat16
+    elif layer_config.fp16:
+        dtype = torch.float16
+    layers = tuple(part.buffer(config.slots, dtype) for part in parts)
+    transport = connection.transports.get(parts[0].ranks)
+    experts = memory_estimate.RankExperts.with_adam(
+        layers,
+        in_flight=training_state.forwards_in_flight(layer_config, model.chunk_of),
+        transport_bytes=transport.extra_bytes(layers) if transport and config.slots else 0,
+        nccl_bytes=connection.nccl_bytes,
+    )
+    # frozen experts have neither gradients nor optimizer state
+    homes = [p for part in parts for home in part.experts.homes() for p in home]
+    trained = sum(p.numel() for p in homes if p.requires_grad) / sum(p.numel() for p in homes)
+    experts = dataclasses.replace(
+        experts,
+        grad_bytes=round(experts.grad_bytes * trained),
+        optimizer_bytes=round(experts.optimizer_bytes * trained),
+    )
+    on_gpu = device_of_rank().type == "cuda"
+    free = RankMemory.free_memory(gpu=on_gpu)
+    if on_gpu:
+        # Megatron may move the model to the GPU after this hook
+        for chunk in model.chunks:
+            elsewhere = [p for p in chunk.parameters() if not p.is_cuda]
+            free -= sum(p.numel() * p.element_size() for p in elsewhere)
+    return dataclasses.asdict(RankMemory.estimate(experts, free))
+
+
+def validate_job(
+    config: HecateConfig, connection: Connection, notes: list[Note]
+) -> tuple[list[str], str]:
+    """Validate the whole job and decide its lifetime of replicas, on rank 0.
+
+    Returns:
+        Problems of the job, and the lifetime.
+    """
+    memory = job_memory(notes)
+    lifetime = memory.choose_lifetime(config.lifetime)
+    replica_bytes = {
+        rank: needed.by_lifetime[lifetime].replicas for rank, needed in memory.ranks.items()
+    }
+    too_large = memory.explain_too_large(lifetime, slots=config.slots)
+    problems = connection.shared_memory_problems(replica_bytes)
+    if too_large is not None:
+        problems.append(too_large)
+    return problems, lifetime
