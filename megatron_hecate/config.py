@@ -312,16 +312,16 @@ class HecateConfig:
         """
         check_names(fssdp_arguments(args))
         fields = dataclasses.fields(cls)
-        asked = {f.name: getattr(args, _argument(_flag_of(f.name)), f.default) for f in fields}
-        on = getattr(args, _argument(FLAG), False)
-        for name, value in ((FLAG, on), (_flag_of("observe"), asked["observe"])):
+        values = {f.name: getattr(args, _argument(_flag_of(f.name)), f.default) for f in fields}
+        is_on = getattr(args, _argument(FLAG), False)
+        for name, value in ((FLAG, is_on), (_flag_of("observe"), values["observe"])):
             # an override of Bridge may be any text
             if value not in (True, False, None):
                 raise ValueError(f"{_argument(name)}={value!r} must be true or false")
-        asked["observe"] = bool(asked["observe"])
-        if on or asked["observe"]:
-            return cls(**asked)
-        idle = [f.name for f in fields if asked[f.name] != f.default]
+        values["observe"] = bool(values["observe"])
+        if is_on or values["observe"]:
+            return cls(**values)
+        idle = [f.name for f in fields if values[f.name] != f.default]
         if idle:
             flags = ", ".join(map(_flag_of, idle))
             warnings.warn(f"{flags} without {FLAG}: FSSDP is off", stacklevel=2)

@@ -177,6 +177,41 @@ def test_what_a_model_says_of_itself_comes_first() -> None:
 
 
 @ranks(2)
+def test_a_subclass_of_ddp_that_passes_on_its_arguments() -> None:
+    """As a framework's; and a copy of what wraps a model converts nothing."""
+    import copy
+
+    import tiny_gpt
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    from megatron_hecate.switch_on import entry
+    from megatron_hecate.switch_on.request import REQUEST
+
+    class Wrapper(DistributedDataParallel):
+        def __init__(self, *args: object, label: str, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            self.label = label
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    entry.install()
+    for named in (False, True):
+        chunks, config = tiny_gpt.build(case)
+        stock = DistributedDataParallel(config, DistributedDataParallelConfig(), chunks[0])
+        assert type(copy.copy(stock)) is DistributedDataParallel
+        assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
+        (chunk,), config = tiny_gpt.build(case)
+        REQUEST.launched = {"moe_fssdp": True, "moe_fssdp_slots": 1}
+        values = (config, DistributedDataParallelConfig(), chunk)
+        if named:
+            Wrapper(label="", **dict(zip(("config", "ddp_config", "module"), values, strict=True)))
+        else:
+            Wrapper(*values, label="")
+        assert all(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers([chunk]))
+        REQUEST.launched = {}
+
+
+@ranks(2)
 def test_megatron_fsdp_is_refused_where_it_wraps() -> None:
     import tiny_gpt
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel

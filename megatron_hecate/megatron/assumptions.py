@@ -214,10 +214,10 @@ def require(assumptions: tuple[_Assumption, ...], *, module: str, by: str) -> No
 
 def _is_supported(version: str) -> bool:
     try:
-        found = Version(version)
+        installed = Version(version)
     except InvalidVersion:
         return False
-    return OLDEST <= found.release < TOO_NEW or found.public == MAIN_BEFORE_0_17
+    return OLDEST <= installed.release < TOO_NEW or installed.public == MAIN_BEFORE_0_17
 
 
 def _find_problem(assumption: _Assumption) -> str | None:
@@ -225,15 +225,15 @@ def _find_problem(assumption: _Assumption) -> str | None:
     module, _, path = assumption.name.partition(":")
     shown = f"megatron.{assumption.name} ({assumption.why})"
     try:
-        found: Any = importlib.import_module(f"megatron.{module}")
+        value: Any = importlib.import_module(f"megatron.{module}")
         for part in path.split("."):
-            found = getattr(found, part)
-        known = set(getattr(found, "__dataclass_fields__", ()))
-        if callable(found):
-            known |= set(inspect.signature(found).parameters)
+            value = getattr(value, part)
+        names = set(getattr(value, "__dataclass_fields__", ()))
+        if callable(value):
+            names |= set(inspect.signature(value).parameters)
     except (ImportError, AttributeError) as error:
         return f"{shown} is gone: {error}"
-    missing = sorted(set(assumption.takes) - known)
+    missing = sorted(set(assumption.takes) - names)
     if missing:
         return f"{shown} no longer takes {', '.join(missing)}"
     return None

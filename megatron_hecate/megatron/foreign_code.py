@@ -49,8 +49,8 @@ HARMLESS = {
 
 def check_layer(layer: MoELayer) -> None:
     """Raise a ValueError that lists the modules of ``layer`` with foreign code."""
-    found = list(_describe(layer, "the layer", only=LAYER))
-    found += _describe(layer.token_dispatcher, "its dispatcher")
+    problems = list(_describe(layer, "the layer", names=LAYER))
+    problems += _describe(layer.token_dispatcher, "its dispatcher")
     # one module per class is enough
     modules = {type(layer.experts): layer.experts}
     modules.update((type(part), part) for part in layer.experts.modules() if part._parameters)
@@ -58,11 +58,11 @@ def check_layer(layer: MoELayer) -> None:
         role = "a part of its experts"
         if module is layer.experts:
             role = "its experts"
-        found += _describe(module, role)
-    if found:
+        problems += _describe(module, role)
+    if problems:
         raise ValueError(
-            f"{'; '.join(found)}: FSSDP has replicas for Megatron's own code only; use Megatron's "
-            "classes, or leave --moe-fssdp off"
+            f"{'; '.join(problems)}: FSSDP has replicas for Megatron's own code only; use "
+            "Megatron's classes, or leave --moe-fssdp off"
         )
     if not vars(layer.experts).keys().isdisjoint(REPLACED):
         raise ValueError(
@@ -84,28 +84,27 @@ def find_foreign_layers(chunks: Iterable[Module]) -> list[str]:
     ]
 
 
-def _describe(module: Any, role: str, *, only: set[str] | None = None) -> Iterable[str]:
+def _describe(module: Any, role: str, *, names: set[str] | None = None) -> Iterable[str]:
     """Yield a line if ``module`` has foreign methods.
 
     Args:
         module: module to check.
         role: name of the module in the message.
-        only: methods to check; by default all methods of Megatron's classes.
+        names: methods to check; by default all methods of Megatron's classes.
     """
-    names = only
     if names is None:
         names = _methods(type(module))
-    if own := sorted(name for name in names if _is_foreign(module, name)):
-        yield f"{role} ({_name(type(module))}) has {', '.join(own)} of its own"
+    if foreign := sorted(name for name in names if _is_foreign(module, name)):
+        yield f"{role} ({_name(type(module))}) has {', '.join(foreign)} of its own"
 
 
 def _methods(kind: type) -> set[str]:
     """Return the methods of ``kind`` that Megatron's and TransformerEngine's classes define."""
-    found = {"forward", "__call__"}
+    methods = {"forward", "__call__"}
     for base in kind.__mro__:
         if _is_known(base.__module__) and base is not Module:
-            found.update(name for name, value in vars(base).items() if callable(value))
-    return found - HARMLESS
+            methods.update(name for name, value in vars(base).items() if callable(value))
+    return methods - HARMLESS
 
 
 def _is_foreign(module: Any, name: str) -> bool:

@@ -36,14 +36,25 @@ def install() -> None:
 
     def construct(kind: type, *args: Any, **kwargs: Any) -> Any:
         # before any ``__init__``, because Megatron-FSDP takes the parameters in its own
-        call = inspect.signature(kind.__init__).bind_partial(None, *args, **kwargs)
+        arguments = _bind(kind, args, kwargs)
         # a copy is made without arguments
-        if "module" in call.arguments:
-            switch_on(kind, call.arguments["config"], call.arguments["module"])
+        if arguments.get("module") is not None:
+            switch_on(kind, arguments.get("config"), arguments["module"])
         return super(_BaseDataParallel, kind).__new__(kind)
 
     _BaseDataParallel.__new__ = staticmethod(construct)  # type: ignore[method-assign,assignment]
     register_optimizer_step_pre_hook(_refuse_step_while_off)
+
+
+def _bind(kind: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a constructor by name; a subclass may pass on any arguments."""
+    for base in kind.__mro__:
+        signature = inspect.signature(base.__init__)  # type: ignore[misc]
+        if "module" in signature.parameters:
+            names = signature.parameters.keys() & kwargs.keys()
+            named = {name: kwargs[name] for name in names}
+            return signature.bind_partial(None, *args, **named).arguments
+    return {}
 
 
 def switch_on(wrapper: type, config: Any, module: Module) -> None:

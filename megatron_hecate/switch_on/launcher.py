@@ -49,51 +49,6 @@ class Parser(argparse.ArgumentParser):
 
 
 @dataclasses.dataclass(frozen=True)
-class Command:
-    """Command line of the launcher, split at its target.
-
-    Args:
-        flags: arguments of the launcher itself.
-        target: a script, a module or a console command; empty without one.
-        is_module: whether ``target`` is a module, given after ``-m``.
-        arguments: arguments of the target.
-    """
-
-    flags: list[str]
-    target: str
-    is_module: bool
-    arguments: list[str]
-
-    @classmethod
-    def split(cls, argv: list[str], parser: argparse.ArgumentParser) -> Command:
-        """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value.
-
-        A ``--`` in front of the target is dropped.
-        """
-        takes_value: dict[str, bool] = {}
-        for action in parser._actions:
-            takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
-        index = 0
-        while index < len(argv):
-            word = argv[index]
-            if word == "--":
-                return cls._of_target(argv[:index], argv[index + 1 :])
-            if word.startswith("-m") or not word.startswith("-"):
-                return cls._of_target(argv[:index], argv[index:])
-            index += 2 if takes_value.get(word, False) else 1
-        return cls._of_target(argv, [])
-
-    @classmethod
-    def _of_target(cls, flags: list[str], words: list[str]) -> Command:
-        """Split ``words``, which begin with the target, or with ``-m`` and a module."""
-        first = "".join(words[:1])
-        if first.startswith("-m"):
-            following = words[1:] if first == "-m" else [first[2:], *words[1:]]
-            return cls(flags, "".join(following[:1]), True, following[1:])
-        return cls(flags, first, False, words[1:])
-
-
-@dataclasses.dataclass(frozen=True)
 class Target:
     """Script, module or console command that the launcher runs.
 
@@ -109,76 +64,74 @@ class Target:
     folder: str
     run: Callable[[], Any]
 
-    @classmethod
-    def find(cls, command: Command) -> Target:
-        """Find the target of ``command`` without importing it.
 
-        Raises:
-            ValueError: for a target that does not exist, is not Python, or starts ranks itself.
-        """
-        name = command.target
-        if name in STARTERS:
-            raise ValueError(
-                f"{name} starts the ranks, so it must precede our launcher: "
-                "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
-            )
-        if command.is_module:
-            return cls._module(name)
-        if name.startswith("-"):
-            raise ValueError(
-                f"a script, -m MODULE or a console command must follow --, got {name}; "
-                "our flags stand before --, or behind the script"
-            )
-        path = Path(name)
-        if path.is_file() or (path / "__main__.py").is_file():
-            return cls._script(name)
-        if path.suffix == ".py" or os.sep in name:
-            raise ValueError(f"{name} does not exist")
-        return cls._console_command(name)
+def _find_target(name: str, *, is_module: bool) -> Target:
+    """Find a target without importing it.
 
-    @classmethod
-    def _module(cls, name: str) -> Target:
-        folder = str(Path.cwd())
-        if not name:
-            raise ValueError("-m needs the name of a module")
-        sys.path.insert(0, folder)
-        try:
-            spec = importlib.util.find_spec(name.partition(".")[0])
-        finally:
-            sys.path.remove(folder)
-        if spec is None:
-            raise ValueError(f"there is no module {name}")
-
-        def run_module() -> None:
-            runpy.run_module(name, run_name="__main__", alter_sys=True)
-
-        return cls(name, name, folder, run_module)
-
-    @classmethod
-    def _script(cls, name: str) -> Target:
-        path = str(Path(name).absolute())
-        if Path(path).is_file() and not _is_python(Path(path), otherwise=not name.endswith(".sh")):
-            raise ValueError(f"{name} is not written in Python; give the script that it starts")
-        folder = Path(path).resolve()
-        if not folder.is_dir():
-            folder = folder.parent
-        return cls(path, path, str(folder), lambda: runpy.run_path(path, run_name="__main__"))
-
-    @classmethod
-    def _console_command(cls, name: str) -> Target:
-        path = shutil.which(name)
-        folder = str(Path(path).resolve().parent if path else Path.cwd())
-        if commands := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
-            return cls(name, path or name, folder, lambda: sys.exit(commands[0].load()()))
-        if path is not None and _is_python(Path(path), otherwise=False):
-            return cls(name, path, folder, lambda: runpy.run_path(path, run_name="__main__"))
-        problem = f"{name} does not exist"
-        if path is not None:
-            problem = f"{name} ({path}) is not written in Python"
+    Raises:
+        ValueError: for a target that does not exist, is not Python, or starts ranks itself.
+    """
+    if name in STARTERS:
         raise ValueError(
-            f"{problem}; give a script, -m MODULE, or a console command of this Python "
-            "environment; megatron-hecate --help lists our own commands"
+            f"{name} starts the ranks, so it must precede our launcher: "
+            "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
         )
+    if is_module:
+        return _find_module(name)
+    if name.startswith("-"):
+        raise ValueError(
+            f"a script, -m MODULE or a console command must follow --, got {name}; "
+            "our flags stand before --, or behind the script"
+        )
+    path = Path(name)
+    if path.is_file() or (path / "__main__.py").is_file():
+        return _find_script(name)
+    if path.suffix == ".py" or os.sep in name:
+        raise ValueError(f"{name} does not exist")
+    return _find_console_command(name)
+
+
+def _find_module(name: str) -> Target:
+    folder = str(Path.cwd())
+    if not name:
+        raise ValueError("-m needs the name of a module")
+    sys.path.insert(0, folder)
+    try:
+        spec = importlib.util.find_spec(name.partition(".")[0])
+    finally:
+        sys.path.remove(folder)
+    if spec is None:
+        raise ValueError(f"there is no module {name}")
+    run = functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
+    return Target(name, name, folder, run)
+
+
+def _find_script(name: str) -> Target:
+    path = Path(name).absolute()
+    if path.is_file() and not _is_python(path, otherwise=not name.endswith(".sh")):
+        raise ValueError(f"{name} is not written in Python; give the script that it starts")
+    folder = path.resolve()
+    if not folder.is_dir():
+        folder = folder.parent
+    run = functools.partial(runpy.run_path, str(path), run_name="__main__")
+    return Target(str(path), str(path), str(folder), run)
+
+
+def _find_console_command(name: str) -> Target:
+    path = shutil.which(name)
+    folder = str(Path(path).resolve().parent if path else Path.cwd())
+    if commands := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
+        return Target(name, path or name, folder, lambda: sys.exit(commands[0].load()()))
+    if path is not None and _is_python(Path(path), otherwise=False):
+        run = functools.partial(runpy.run_path, path, run_name="__main__")
+        return Target(name, path, folder, run)
+    problem = f"{name} does not exist"
+    if path is not None:
+        problem = f"{name} ({path}) is not written in Python"
+    raise ValueError(
+        f"{problem}; give a script, -m MODULE, or a console command of this Python "
+        "environment; megatron-hecate --help lists our own commands"
+    )
 
 
 def make_parser() -> Parser:
@@ -211,20 +164,26 @@ def main(argv: list[str]) -> int:
         # not by the parser, which prints on rank 0 only
         print(f"{parser.prog}: error: {error}", file=sys.stderr)
         return 2
-    command = Command.split(argv, parser)
+    words, target_words = _split(argv, parser)
     # -h exits here
-    flags, unknown = _parse(parser, command.flags)
+    flags, unknown = _parse(parser, words)
     if unknown:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if not command.target and not command.is_module:
+    if not target_words:
         parser.error("no SCRIPT.py given, nor -m MODULE, nor a console command")
+    is_module = target_words[0].startswith("-m")
+    if is_module:
+        # the module may be joined to -m
+        joined = target_words[0][2:]
+        target_words = [joined, *target_words[1:]] if joined else target_words[1:]
+    name, *arguments = target_words or [""]
     try:
-        target = Target.find(command)
+        target = _find_target(name, is_module=is_module)
     except ValueError as error:
         parser.error(str(error))
     # validate now: Megatron takes minutes to start
     try:
-        flags |= flags_among(command.arguments)
+        flags |= flags_among(arguments)
         validate(flags)
     except (ValueError, NotImplementedError) as error:
         parser.error(f"--moe-fssdp: {error}")
@@ -234,7 +193,26 @@ def main(argv: list[str]) -> int:
             flags[name] = str(Path(flags[name]).absolute())
     # as Python sets it for a script
     sys.path[0] = target.folder
-    return _run(target, flags, command.arguments)
+    return _run(target, flags, arguments)
+
+
+def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
+    """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value.
+
+    A ``--`` in front of the target is dropped.
+    """
+    takes_value: dict[str, bool] = {}
+    for action in parser._actions:
+        takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
+    index = 0
+    while index < len(argv):
+        word = argv[index]
+        if word == "--":
+            return argv[:index], argv[index + 1 :]
+        if word.startswith("-m") or not word.startswith("-"):
+            return argv[:index], argv[index:]
+        index += 2 if takes_value.get(word, False) else 1
+    return argv, []
 
 
 def _run(target: Target, flags: dict[str, Any], arguments: list[str]) -> int:

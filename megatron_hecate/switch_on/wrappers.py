@@ -20,7 +20,7 @@ from megatron_hecate.switch_on import unsupported
 
 def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
     """Return settings that are on, judging by modules and parameters of the model."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for chunk in chunks:
         modules = list(chunk.modules())
         inside_experts: set[int] = set()
@@ -33,12 +33,12 @@ def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
                 # FSDP conflicts anywhere; adapters and ModelOpt conflict only inside the experts
                 if id(module) not in inside_experts and not setting.startswith("use_"):
                     continue
-                found[setting] = True
+                settings[setting] = True
                 if setting == "peft":
-                    found[setting] = type(module).__name__
+                    settings[setting] = type(module).__name__
         if any(hasattr(p, "__fsdp_param__") for p in chunk.parameters()):
-            found["use_megatron_fsdp"] = True
-    return found
+            settings["use_megatron_fsdp"] = True
+    return settings
 
 
 def find_wrapped(chunks: Iterable[Module]) -> list[str]:
@@ -49,16 +49,16 @@ def find_wrapped(chunks: Iterable[Module]) -> list[str]:
             for module in chunk.modules()
             if isinstance(module, _BaseDataParallel)
         ]
-        by = ""
+        wrapper = ""
         if wrappers:
-            by = wrappers[0]
+            wrapper = wrappers[0]
         elif any(map(_is_of_ddp, chunk.parameters())):
             # the wrapper is outside of the chunks, but its gradients are inside
-            by = "DistributedDataParallel"
-        if by:
+            wrapper = "DistributedDataParallel"
+        if wrapper:
             return [
-                f"{by} has wrapped the model already; call the hook on the model chunks before "
-                "they are wrapped"
+                f"{wrapper} has wrapped the model already; call the hook on the model chunks "
+                "before they are wrapped"
             ]
     return []
 
@@ -79,16 +79,16 @@ def of_job() -> dict[str, Any]:
 @functools.cache
 def _asked_for_by(kind: type) -> set[str]:
     """Return the settings that add modules of type ``kind`` to a model, by its packages."""
-    found = set()
+    settings = set()
     for base in kind.__mro__:
         package = base.__module__.split(".")
         # packages of Bridge and of NeMo, and the library of that name
         if "peft" in package:
-            found.add("peft")
+            settings.add("peft")
         elif package[0] == "modelopt":
-            found.add("modelopt_enabled")
+            settings.add("modelopt_enabled")
         elif package[:3] == ["torch", "distributed", "fsdp"]:
-            found.add("use_torch_fsdp2")
+            settings.add("use_torch_fsdp2")
         elif "megatron_fsdp" in package:
-            found.add("use_megatron_fsdp")
-    return found
+            settings.add("use_megatron_fsdp")
+    return settings
