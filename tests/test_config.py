@@ -169,7 +169,6 @@ def test_settings_cannot_be_changed() -> None:
             ValueError,
             "lifetime=None must be auto, iteration or layer",
         ),
-        (dict(lifetime=True), ValueError, "lifetime=True must be auto"),
         (dict(transport=["p2p"]), ValueError, r"transport=\['p2p'\] must be auto, p2p or nvlink"),
         (
             dict(speeds="no/such.json"),
@@ -194,13 +193,7 @@ def test_settings_cannot_be_changed() -> None:
             ValueError,
             "slots=-1 must .*; lifetime='x' must .*; timeout=0 must ",
         ),
-        (
-            dict(lifetime="epoch"),
-            ValueError,
-            "lifetime='epoch' must be auto, iteration or layer",
-        ),
         (dict(transport="sm"), ValueError, "transport='sm' must be auto, p2p or nvlink"),
-        (dict(transport="pigeon"), ValueError, "transport='pigeon' must be auto, p2p or nvlink"),
     ],
 )
 def test_bad_settings_say_what_to_do(settings: dict, error: type, message: str) -> None:
