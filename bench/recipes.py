@@ -9,10 +9,8 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from megatron_hecate.switch_on import unsupported
-from megatron_hecate.tools.check import problems
+from megatron_hecate.tools.check import problems as refused
 
 RECIPES = Path(__file__).resolve().parent.parent / "tests" / "data" / "recipes.json"
 KINDS = {
@@ -39,18 +37,6 @@ one by `cfg.to_yaml(FILE)`, and `run_config.yaml` next to every checkpoint. With
 below no job has an unsupported setting left, and a `TransformerConfig` that accepted the job's
 settings accepts the changed ones (`test_the_overrides_that_are_named_switch_it_on`).
 """
-
-
-def refused(recipe: dict[str, Any]) -> dict[str, str]:
-    """Map each unsupported setting of a recipe to the message with the reason and the override."""
-    lines = problems(recipe)
-    found = {}
-    for rule in unsupported.RULES:
-        start = f"--moe-fssdp with {rule.setting}="
-        for line in lines:
-            if line.startswith(start):
-                found[rule.setting] = line
-    return found
 
 
 def page() -> str:

@@ -52,6 +52,7 @@ WITH_MEGATRON = {
     "step.layer_parts",
     "record.observe",
     "tools.check",
+    "tools.command_line",
 }
 OF_PLAN = {"json", "math", "numba", "numpy", "pathlib", "torch", "typing"}
 OF_PLAN |= {

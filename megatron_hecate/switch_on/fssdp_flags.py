@@ -1,4 +1,4 @@
-"""Validate our own flags before Megatron starts, for the launcher and for ``check``."""
+"""Validate our own flags before Megatron starts, which takes minutes: `launcher`, ``check``."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from megatron_hecate.config import HecateConfig
 def validate(values: Mapping[str, Any]) -> HecateConfig | None:
     """Return the settings that our flags ask for, and read their files.
 
-    The launcher and ``check`` call this before Megatron starts, which takes minutes.
-
     Args:
         values: values of our flags by argparse's names.
 
     Raises:
-        ValueError: for a name that does not exist, a value outside its range, or a file without
-            speeds.
+        ValueError: for an unknown name, a value outside its range, or a file without speeds.
     """
     settings = HecateConfig.from_arguments(argparse.Namespace(**values))
     if settings is not None and settings.speeds is not None:

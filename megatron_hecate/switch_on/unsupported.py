@@ -21,10 +21,7 @@ def _more_than_one(setting: str) -> Callable[[SettingSources], bool]:
 
 
 def _graphs_hold_experts(setting: str) -> Callable[[SettingSources], bool]:
-    """Make a predicate: ``setting`` switches on graphs that leave no gap to fetch replicas.
-
-    Graphs leave no gap if they contain the experts, or parts of unknown content.
-    """
+    """Make a predicate: ``setting`` switches on graphs that may hold experts, so no fetch fits."""
 
     def unsupported(settings: SettingSources) -> bool:
         parts = captured_parts(settings)
@@ -42,7 +39,7 @@ def _moves_scaled(setting: str) -> Callable[[SettingSources], bool]:
 def _replaces_experts(setting: str, *, most: int = 0) -> Callable[[SettingSources], bool]:
     """Make a predicate: Primus' ``setting`` is above ``most``, and its kernels are not off."""
     return lambda settings: (
-        settings["enable_primus_turbo"] is not False and (settings[setting] or 0) > most
+        (settings[setting] or 0) > most and settings["enable_primus_turbo"] is not False
     )
 
 
@@ -163,8 +160,8 @@ MODEL = (
         "SequentialMLP has no replicas in fp8 or fp4, or with delayed weight gradients",
         instead=True,
         unsupported=lambda settings: (
-            settings["moe_grouped_gemm"] is False
-            and any(is_set(settings[name]) for name in GROUPED_ONLY)
+            any(is_set(settings[name]) for name in GROUPED_ONLY)
+            and settings["moe_grouped_gemm"] is False
         ),
         way="set model.moe_grouped_gemm=true or --moe-grouped-gemm",
     ),
@@ -388,5 +385,9 @@ def find(*sources: Any, slots: int) -> list[str]:
         slots: replicas that a rank can hold per layer.
     """
     settings = SettingSources(*sources)
-    rules = RULES if slots else MODEL + JOB
-    return [rule.explain(settings[rule.setting]) for rule in rules if rule.applies(settings)]
+    return [r.explain(settings[r.setting]) for r in rules_for(slots) if r.applies(settings)]
+
+
+def rules_for(slots: int) -> tuple[Rule, ...]:
+    """Return the rules for ``slots`` replicas per rank and layer."""
+    return RULES if slots else MODEL + JOB

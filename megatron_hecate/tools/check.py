@@ -1,14 +1,15 @@
-"""``megatron-hecate check``: print versions, and what FSSDP would use on this machine.
+"""``megatron-hecate check``: print versions, or whether FSSDP would switch on for a job.
 
-With ``--settings FILE`` it prints whether FSSDP would switch on for the jobs of a file. The file is
-one of the following:
+| form | what it reads |
+|---|---|
+| ``check`` | the packages and GPUs of this machine |
+| ``check -- SCRIPT.py ARGUMENTS`` | a job's command line, by Megatron's own parser |
+| ``check --settings FILE`` | settings in JSON or YAML, a mapping or a list of such |
 
-* JSON or YAML: a mapping of fields of ``TransformerConfig`` and arguments of ``megatron.training``,
-  in sections or in nested maps of any framework, or a list of such mappings;
-* a launch script, whose command lines are read without running it.
-
-Settings that no rule reads are skipped. The hook refuses problems that only the built modules show,
-such as experts that are no `TEGroupedMLP`. ``--settings`` needs no Megatron.
+A mapping holds fields of ``TransformerConfig`` and arguments of ``megatron.training``, in sections
+or in nested maps of any framework. Settings that no rule reads are skipped. The job itself refuses
+problems that only the built modules show, such as experts that are no `TEGroupedMLP`.
+``--settings`` needs no Megatron.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import os
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +25,11 @@ from typing import Any
 
 from megatron_hecate import __version__
 from megatron_hecate.code_cache import PLANNER
-from megatron_hecate.tools import verdict
+from megatron_hecate.config import FLAG
+from megatron_hecate.tools.command_line import CommandLine
 from megatron_hecate.tools.files import jobs
 from megatron_hecate.tools.files.read import read_jobs
-from megatron_hecate.tools.verdict import NO_SETTING, NoSettingError, Verdict
+from megatron_hecate.tools.verdict import Verdict, judge, judge_file
 
 # Dependencies in pyproject.toml. numpy is first, because torch and numba raise its error.
 PACKAGES = ("numpy", "packaging", "tqdm", "torch", "numba")
@@ -38,14 +39,18 @@ def make_parser() -> argparse.ArgumentParser:
     """Build the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="megatron-hecate check",
+        usage="megatron-hecate check [-h] [--settings FILE | --compile-for CAPABILITY ... | "
+        "-- SCRIPT.py ARGUMENTS]",
         description="Print installed versions, and whether FSSDP fits: the exit status is 0 if "
-        "FSSDP can be switched on, 1 if not, 2 if a file cannot be read or leaves it open.",
+        "FSSDP can be switched on, 1 if not, 2 if settings cannot be read or leave it open. "
+        "-- SCRIPT.py ARGUMENTS is the command line of a job, which Megatron's own parser reads; "
+        "the script is not started.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "--settings",
         metavar="FILE",
-        help="settings of a job, or a list of such: a launch script, YAML or JSON",
+        help="settings of a job, or a list of such, in YAML or JSON",
     )
     parser.add_argument(
         "--compile-for",
@@ -62,23 +67,34 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Run the command with the arguments after it and return the exit status.
 
-    The status is 0 if FSSDP can be switched on, 1 if not, and 2 if a file cannot be read or leaves
+    The status is 0 if FSSDP can be switched on, 1 if not, and 2 if settings cannot be read or leave
     it open.
     """
     parser = make_parser()
-    arguments = parser.parse_args(argv)
+    words: list[str] | None = None
+    if "--" in argv:
+        words = argv[argv.index("--") + 1 :]
+        argv = argv[: argv.index("--")]
+    arguments, rest = parser.parse_known_args(argv)
+    if rest and (words is None or not rest[0].startswith(FLAG)):
+        hint = "; a job's command line follows --, as in check -- SCRIPT.py ARGUMENTS"
+        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     path = arguments.settings
-    if path is not None and arguments.compile_for:
-        parser.error("--compile-for compiles and reads no --settings; give one of them")
-    if path is None:
-        return _check_here(arguments.compile_for)
+    if sum([path is not None, bool(arguments.compile_for), words is not None]) > 1:
+        parser.error("give one of --settings FILE, --compile-for CAPABILITY and -- SCRIPT.py")
+    source = path or parser.prog
     try:
-        return _check_file(Path(path))
+        if words is not None:
+            return _check_command_line([*rest, *words])
+        if path is not None:
+            return _check_file(Path(path))
     except RecursionError:
-        print(f"{path}: is nested too deeply, or within itself", file=sys.stderr)
+        print(f"{source}: is nested too deeply, or within itself", file=sys.stderr)
+        return 2
     except ValueError as error:
-        print(f"{path}: {' '.join(str(error).split())}", file=sys.stderr)
-    return 2
+        print(f"{source}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    return _check_here(arguments.compile_for)
 
 
 def explain_missing(error: ImportError) -> str:
@@ -93,65 +109,95 @@ def explain_missing(error: ImportError) -> str:
     return ""
 
 
-def problems(settings: Mapping[str, Any]) -> list[str]:
-    """Return one line for each setting of one job that FSSDP does not combine with.
+def problems(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return a line for each setting of one job that FSSDP does not combine with, by its name.
 
     Raises:
         ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range.
     """
-    (job,) = jobs.of_mapping(settings, {})
-    return verdict.find_refused(job)
+    (job,) = jobs.of_mapping(settings)
+    return judge(job.sources).refused
+
+
+def _check_command_line(words: Sequence[str]) -> int:
+    """Print the verdict on a job's command line; return the exit status."""
+    try:
+        command = CommandLine.parse(words)
+        from megatron_hecate.megatron.assumptions import broken_assumptions
+    except ImportError as error:
+        if explain_missing(error):
+            raise
+        raise ValueError(
+            f"megatron.training cannot be imported ({error}); name the script by its path in a "
+            "checkout of Megatron-LM, or put the checkout on PYTHONPATH"
+        ) from None
+    verdict = judge(command.sources)
+    refused = [*broken_assumptions(), *verdict.refused.values()]
+    print("\n".join(refused or [_accept(verdict)]))
+    script = Path(command.script)
+    if script.suffix == ".py" and not script.is_file():
+        print(f"note: {script} does not exist here; Megatron's parser has read its arguments")
+    if command.unknown:
+        print(f"note: Megatron does not know {', '.join(command.unknown)}; the script itself must")
+    if not command.asks_for_fssdp:
+        print(f"note: without {FLAG} the job trains without FSSDP")
+    return 1 if refused else 0
 
 
 def _check_file(path: Path) -> int:
     """Print the verdict on each job of a file; return the exit status."""
-    verdicts = _verdicts(read_jobs(path, os.environ, verdict.MEGATRON, switches=verdict.SWITCHES))
+    verdicts = judge_file(read_jobs(path))
     print("\n".join(_lines(verdicts)))
-    if any(of_job.refused for of_job in verdicts):
+    if any(verdict.refused for _, verdict in verdicts):
         return 1
     asks = []
-    for of_job in verdicts:
-        asks += [f"{of_job.job.name}: {ask}".removeprefix(": ") for ask in of_job.asks]
+    for job, verdict in verdicts:
+        asks += [f"{job.name}: {ask}".removeprefix(": ") for ask in verdict.asks]
     if asks:
         raise ValueError(f"cannot be judged yet: {'; '.join(asks)}. Nothing else in it is refused")
     return 0
 
 
-def _verdicts(found: list[jobs.JobSettings]) -> list[Verdict]:
-    verdicts = []
-    for job in found:
-        try:
-            verdicts.append(Verdict.of(job))
-        except ValueError as error:
-            # one role of a file may train without Megatron, such as a critic on another backend
-            is_role = len(found) > 1 and job.name in jobs.ROLES
-            if is_role and isinstance(error, NoSettingError):
-                continue
-            name = f"{job.name}: " if job.name else ""
-            raise ValueError(f"{name}{error}") from None
-    if not verdicts:
-        raise ValueError(NO_SETTING)
-    return verdicts
-
-
-def _lines(verdicts: list[Verdict]) -> Iterator[str]:
-    for of_job in verdicts:
-        name = of_job.job.name
-        is_alone = len(verdicts) == 1 and not of_job.job.is_listed
-        if is_alone and not name.startswith("entry "):
-            if of_job.refused:
-                yield "\n".join(of_job.refused)
-            elif not of_job.asks:
-                yield "would switch on"
-        elif of_job.refused:
-            yield f"refused {name}: {' | '.join(of_job.refused)}"
-        elif of_job.asks:
-            yield f"unknown {name}: {' | '.join(of_job.asks)}"
+def _lines(verdicts: Sequence[tuple[jobs.Job, Verdict]]) -> Iterator[str]:
+    for job, verdict in verdicts:
+        is_alone = len(verdicts) == 1 and not job.is_listed
+        refused = list(verdict.refused.values())
+        if is_alone:
+            yield from refused or ([] if verdict.asks else [_accept(verdict)])
+        elif refused:
+            yield f"refused {job.name}: {' | '.join(refused)}"
+        elif verdict.asks:
+            yield f"unknown {job.name}: {' | '.join(verdict.asks)}"
         else:
-            yield f"on {name}"
-        if of_job.refused:
-            yield from (f"note: {ask}" for ask in of_job.asks)
-        yield from (f"note: {line}" for line in of_job.notes)
+            yield f"on {job.name}"
+        if refused:
+            yield from (f"note: {ask}" for ask in verdict.asks)
+        yield from (f"note: {line}" for line in _notes(job, verdict))
+
+
+def _accept(verdict: Verdict) -> str:
+    if verdict.observes:
+        return "would observe: --moe-fssdp-observe combines with all settings"
+    return "would switch on"
+
+
+def _notes(job: jobs.Job, verdict: Verdict) -> Iterator[str]:
+    """Yield lines about settings that were read, were not found, or were left out.
+
+    A plain file of settings has no such lines.
+    """
+    if job.left_out:
+        yield f"left out: {', '.join(job.left_out)}"
+    if job.is_plain:
+        return
+    names = job.names
+    read = [f"{key}={value}" for key, value in job.settings.items() if names[key] & verdict.read]
+    yield f"read: {', '.join(read) or 'none of the settings that FSSDP looks at'}"
+    missing = verdict.read - set().union(*names.values())
+    yield f"not found, so Megatron's defaults count: {len(missing)} more that FSSDP looks at"
+    if job.other_files:
+        files = ", ".join(job.other_files)
+        yield f"further settings may stand in files that were not read: {files}"
 
 
 def _capability(text: str) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Our own flags before Megatron starts: ``check --settings`` refuses what the launcher refuses, wherever they stand.
+"""Our own flags before Megatron starts: ``check`` refuses what the launcher refuses, wherever they stand.
 
 Oracle: the launcher, which the parametrized flags are given to as well; literal verdicts.
 """
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.fast
 
 # 8 experts over 4 ranks
 SIZE = {"num_experts": 8, "expert_model_parallel_size": 4}
-MEGATRON = "--num-experts 8 --expert-model-parallel-size 4"
+MEGATRON = "--num-experts 8 --expert-model-parallel-size 4".split()
 # our flags with their values, and a part of the error
 WRONG = [
     ({"--moe-fssdp-slot": 2}, "moe-fssdp-slot"),
@@ -67,19 +67,25 @@ def _fields(flags: dict[str, Any]) -> dict[str, Any]:
 
 def _files(flags: dict[str, Any]) -> dict[str, str]:
     """Text of a file by name, with the same flags in each place."""
-    words, fields = " ".join(_words(flags)), {**SIZE, **_fields(flags)}
-    run = "torchrun --nproc-per-node 8 -m megatron_hecate run --moe-fssdp"
+    fields = {**SIZE, **_fields(flags)}
     return {
-        "before.sh": f"{run} {words} -- pretrain_gpt.py {MEGATRON}\n",
-        "no_dashes.sh": f"{run} {words} pretrain_gpt.py {MEGATRON}\n",
-        "among.sh": f"{run} -- pretrain_gpt.py {MEGATRON} {words}\n",
         "fields.json": json.dumps(fields),
         "fields.yaml": json.dumps({**fields, "moe_fssdp": True}),
         "nested.yaml": json.dumps({"modules": {"trainer": {"overrides": fields}}}),
         "dotted.json": json.dumps({**SIZE, **{f"model.{k}": v for k, v in _fields(flags).items()}}),
         "flags.json": json.dumps({"MODEL_ARGS": {**SIZE, **flags}}),
-        "line.json": json.dumps({**SIZE, "args": f"--moe-fssdp {words}"}),
     }
+
+
+def _command_lines(flags: dict[str, Any]) -> list[list[str]]:
+    """Words behind ``check``, with the same flags in each place."""
+    words = _words(flags)
+    run = "torchrun --nproc-per-node 8 -m megatron_hecate run --moe-fssdp".split()
+    return [
+        ["--moe-fssdp", *words, "--", "script.py", *MEGATRON],
+        ["--", *run, *words, "--", "script.py", *MEGATRON],
+        ["--", "script.py", *MEGATRON, "--moe-fssdp", *words],
+    ]
 
 
 @pytest.fixture
@@ -101,7 +107,11 @@ def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def _check(path: Path, capsys: pytest.CaptureFixture) -> tuple[int, str]:
-    status = main(["check", "--settings", str(path)])
+    return _run(["--settings", str(path)], capsys)
+
+
+def _run(words: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str]:
+    status = main(["check", *words])
     printed = capsys.readouterr()
     return status, printed.out + printed.err
 
@@ -130,7 +140,32 @@ def test_check_accepts_what_the_launcher_accepts(
     for name, text in _files(flags).items():
         (tmp_path / name).write_text(text)
         status, said = _check(tmp_path / name, capsys)
-        assert status == 0 and said.startswith("would switch on\n"), (name, said)
+        assert status == 0 and said.startswith(_verdict(flags)), (name, said)
+
+
+def _verdict(flags: dict) -> str:
+    return "would observe: " if "--moe-fssdp-observe" in flags else "would switch on\n"
+
+
+@pytest.mark.newest
+def test_command_lines_as_the_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Megatron 0.16.1 has no wheel with a parser."""
+    # torch logs a line about GPUs at its import
+    pytest.importorskip("megatron.training.arguments")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "script.py").touch()
+    for flags, part in WRONG:
+        for words in _command_lines(flags):
+            status, said = _run(words, capsys)
+            assert status == 2 and part in said and said.count("\n") == 1, (words, said)
+    for flags in RIGHT:
+        for words in _command_lines(flags):
+            status, said = _run(words, capsys)
+            assert status == 0 and said.startswith(_verdict(flags)), (words, said)
+            assert "note: " not in said, said
 
 
 @pytest.mark.parametrize("flag", ["--moe-fssdp-slot", "--moe_fssdp_slots", "--no-moe-fssdp"])
@@ -163,7 +198,7 @@ def test_sections_and_values_that_are_no_values(
         (8, 4, 6, None),
         (2, 2, None, "slots=2 is out of range"),  # the default
         (60, 8, 1, "num_experts=60 is not divisible by 8 ranks; use 56 or 64"),
-        (8, 4, "${SLOTS}", "SLOTS decides moe_fssdp_slots: give it"),
+        (8, 4, "${SLOTS}", "moe_fssdp_slots=${SLOTS} is decided elsewhere"),
     ],
 )
 def test_slots_that_do_not_fit_the_job(
@@ -185,23 +220,20 @@ def test_slots_that_do_not_fit_the_job(
         assert status == (2 if isinstance(slots, str) else 1) and refused in said, said
 
 
-def test_speeds_are_searched_here_and_beside_the_settings(
+def test_speeds_are_searched_where_the_job_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    (here := tmp_path / "here").mkdir()
-    (there := tmp_path / "there").mkdir()
-    monkeypatch.chdir(here)
-    (path := there / "job.json").write_text(json.dumps({**SIZE, "moe_fssdp_speeds": "fast.json"}))
+    monkeypatch.chdir(tmp_path)
+    (path := tmp_path / "job.json").write_text(
+        json.dumps({**SIZE, "moe_fssdp_speeds": "fast.json"})
+    )
     status, said = _check(path, capsys)
-    assert status == 2 and f"is no file in {here} nor in {there}; start check in the folder" in said
-    speeds = (ROOT / "tests" / "data" / "free_copies.json").read_text()
-    for folder in (here, there):
-        (folder / "fast.json").write_text(speeds)
-        assert _check(path, capsys) == (0, "would switch on\n")
-        (folder / "fast.json").write_text("{}")
-        status, said = _check(path, capsys)
-        assert status == 2 and "fast.json does not hold measured speeds (KeyError" in said
-        (folder / "fast.json").unlink()
+    assert status == 2 and "speeds='fast.json' is no file; write it with" in said
+    (speeds := tmp_path / "fast.json").write_text("{}")
+    status, said = _check(path, capsys)
+    assert status == 2 and "fast.json does not hold measured speeds (KeyError" in said
+    speeds.write_text((ROOT / "tests" / "data" / "free_copies.json").read_text())
+    assert _check(path, capsys) == (0, "would switch on\n")
 
 
 def _bomb(kind: str) -> str:

@@ -1,31 +1,29 @@
-"""Read the jobs of a file: a launch script, YAML or JSON."""
+"""Read the jobs of a YAML or JSON file."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping, Set
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_hecate.files import read_file
 from megatron_hecate.tools.files import jobs
-from megatron_hecate.tools.files.shell_text import looks_like_script
 
 # values of a YAML document, aliases replaced, that are read at most; jobs have some hundred
 LARGEST = 100_000
+SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
+SCRIPT = (
+    "is a shell script, which only a shell can read; write megatron-hecate check -- in front of "
+    "its training command and start it, or check that: "
+    "megatron-hecate check -- pretrain_gpt.py ARGUMENTS"
+)
 
 
-def read_jobs(
-    path: Path, environment: Mapping[str, str], names: Iterable[str], *, switches: Set[str]
-) -> list[jobs.JobSettings]:
-    """Return the jobs of a file of any known kind.
-
-    Args:
-        path: file to read.
-        environment: variables of the shell that starts the job.
-        names: settings of which a command of a script must have at least one.
-        switches: settings that are true or false, whose flags take no value in Megatron.
+def read_jobs(path: Path) -> list[jobs.Job]:
+    """Return the jobs of a file.
 
     Raises:
         ValueError: for a file that cannot be read, or without settings.
@@ -34,43 +32,27 @@ def read_jobs(
         text = read_file(path).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot be read: {error}") from None
-    found = _of_text(text, path.suffix.lower(), environment, names, switches=switches)
-    return [dataclasses.replace(job, folder=path.parent) for job in found]
-
-
-def _of_text(
-    text: str,
-    suffix: str,
-    environment: Mapping[str, str],
-    names: Iterable[str],
-    *,
-    switches: Set[str],
-) -> list[jobs.JobSettings]:
-    if looks_like_script(text, suffix):
-        found = jobs.of_script(text, environment, names, switches=switches)
-        if not found:
-            raise ValueError(
-                "holds no command with flags of Megatron, such as --expert-model-parallel-size"
-            )
-        return found
+    suffix = path.suffix.lower()
+    if suffix in SHELLS or re.match(r"#!.*\b(ba|z|da|k)?sh\b", text):
+        raise ValueError(SCRIPT)
     data = _parse(text, suffix)
     if not data or not isinstance(data, Mapping | list):
         raise ValueError(f"holds {data!r}, not a mapping of settings or a list of such")
     if isinstance(data, Mapping):
-        return jobs.of_mapping(data, environment)
-    return _of_list(data, environment)
+        return jobs.of_mapping(data)
+    return _of_list(data)
 
 
-def _of_list(entries: list, environment: Mapping[str, str]) -> list[jobs.JobSettings]:
-    found = []
+def _of_list(entries: list) -> list[jobs.Job]:
+    listed = []
     for number, entry in enumerate(entries, start=1):
         if not isinstance(entry, Mapping):
             raise ValueError(f"entry {number} is {entry!r}, not a mapping of settings")
         name = entry.get("name") or entry.get("case") or f"entry {number}"
-        for job in jobs.of_mapping(entry, environment):
+        for job in jobs.of_mapping(entry):
             role = f", {job.name}" if job.name else ""
-            found.append(dataclasses.replace(job, name=f"{name}{role}", is_listed=True))
-    return found
+            listed.append(dataclasses.replace(job, name=f"{name}{role}", is_listed=True))
+    return listed
 
 
 def _parse(text: str, suffix: str) -> Any:
