@@ -3,7 +3,8 @@
 | command | effect |
 |---|---|
 | ``check`` | print versions, and what FSSDP would use here |
-| ``check --settings FILE`` | print whether FSSDP can be combined with a job's settings |
+| ``check -- SCRIPT ...`` | print whether FSSDP would switch on for a job's command line |
+| ``check --settings FILE`` | the same for settings in YAML or JSON |
 | ``report RUN_DIR`` | write a page about a recorded run: its losses and gains |
 | ``what-if TRACE ...`` | simulate steps with and without FSSDP from recorded loads |
 | ``measure FILE``, under torchrun | measure links and cores for ``--moe-fssdp-speeds FILE`` |

@@ -75,17 +75,17 @@ def main(argv: list[str]) -> int:
     if "--" in argv:
         words = argv[argv.index("--") + 1 :]
         argv = argv[: argv.index("--")]
-    arguments, rest = parser.parse_known_args(argv)
-    if rest and (words is None or not rest[0].startswith(FLAG)):
+    arguments, extra_words = parser.parse_known_args(argv)
+    if extra_words and (words is None or not extra_words[0].startswith(FLAG)):
         hint = "; a job's command line follows --, as in check -- SCRIPT.py ARGUMENTS"
-        parser.error(f"unrecognized arguments: {' '.join(rest)}{hint}")
+        parser.error(f"unrecognized arguments: {' '.join(extra_words)}{hint}")
     path = arguments.settings
     if sum([path is not None, bool(arguments.compile_for), words is not None]) > 1:
         parser.error("give one of --settings FILE, --compile-for CAPABILITY and -- SCRIPT.py")
     source = path or parser.prog
     try:
         if words is not None:
-            return _check_command_line([*rest, *words])
+            return _check_command_line([*extra_words, *words])
         if path is not None:
             return _check_file(Path(path))
     except RecursionError:
@@ -103,9 +103,9 @@ def explain_missing(error: ImportError) -> str:
     The line is empty if the cause is another module, such as one of a user's script.
     """
     cause = error.__cause__ if isinstance(error.__cause__, ImportError) else error
-    for name, again in _missing():
-        if (cause.name or "").partition(".")[0] == name or str(again) == str(cause):
-            return _line_of(name, again)
+    for name, known_error in _missing():
+        if (cause.name or "").partition(".")[0] == name or str(known_error) == str(cause):
+            return _line_of(name, known_error)
     return ""
 
 
@@ -115,14 +115,14 @@ def problems(settings: Mapping[str, Any]) -> dict[str, str]:
     Raises:
         ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range.
     """
-    (job,) = jobs.of_mapping(settings)
-    return judge(job.sources).refused
+    (job,) = jobs.find_jobs(settings)
+    return judge(job.sources).refusals
 
 
-def _check_command_line(words: Sequence[str]) -> int:
+def _check_command_line(command_line: Sequence[str]) -> int:
     """Print the verdict on a job's command line; return the exit status."""
     try:
-        command = CommandLine.parse(words)
+        command = CommandLine.parse(command_line)
         from megatron_hecate.megatron.assumptions import broken_assumptions
     except ImportError as error:
         if explain_missing(error):
@@ -132,46 +132,49 @@ def _check_command_line(words: Sequence[str]) -> int:
             "checkout of Megatron-LM, or put the checkout on PYTHONPATH"
         ) from None
     verdict = judge(command.sources)
-    refused = [*broken_assumptions(), *verdict.refused.values()]
-    print("\n".join(refused or [_accept(verdict)]))
+    refusals = [*broken_assumptions(), *verdict.refusals.values()]
+    print("\n".join(refusals or [_accept(verdict)]))
     script = Path(command.script)
     if script.suffix == ".py" and not script.is_file():
         print(f"note: {script} does not exist here; Megatron's parser has read its arguments")
-    if command.unknown:
-        print(f"note: Megatron does not know {', '.join(command.unknown)}; the script itself must")
+    if command.unknown_words:
+        words = ", ".join(command.unknown_words)
+        print(f"note: Megatron does not know {words}; the script itself must")
     if not command.asks_for_fssdp:
         print(f"note: without {FLAG} the job trains without FSSDP")
-    return 1 if refused else 0
+    return 1 if refusals else 0
 
 
 def _check_file(path: Path) -> int:
     """Print the verdict on each job of a file; return the exit status."""
     verdicts = judge_file(read_jobs(path))
     print("\n".join(_lines(verdicts)))
-    if any(verdict.refused for _, verdict in verdicts):
+    if any(verdict.refusals for _, verdict in verdicts):
         return 1
-    asks = []
+    questions = []
     for job, verdict in verdicts:
-        asks += [f"{job.name}: {ask}".removeprefix(": ") for ask in verdict.asks]
-    if asks:
-        raise ValueError(f"cannot be judged yet: {'; '.join(asks)}. Nothing else in it is refused")
+        prefix = f"{job.name}: " if job.name else ""
+        questions += [f"{prefix}{question}" for question in verdict.questions]
+    if questions:
+        remedy = "Write values into the file (envsubst does it); nothing else in it is refused"
+        raise ValueError(f"cannot be judged yet: {'; '.join(questions)}. {remedy}")
     return 0
 
 
 def _lines(verdicts: Sequence[tuple[jobs.Job, Verdict]]) -> Iterator[str]:
     for job, verdict in verdicts:
         is_alone = len(verdicts) == 1 and not job.is_listed
-        refused = list(verdict.refused.values())
+        refusals = list(verdict.refusals.values())
         if is_alone:
-            yield from refused or ([] if verdict.asks else [_accept(verdict)])
-        elif refused:
-            yield f"refused {job.name}: {' | '.join(refused)}"
-        elif verdict.asks:
-            yield f"unknown {job.name}: {' | '.join(verdict.asks)}"
+            yield from refusals or ([] if verdict.questions else [_accept(verdict)])
+        elif refusals:
+            yield f"refused {job.name}: {' | '.join(refusals)}"
+        elif verdict.questions:
+            yield f"unknown {job.name}: {' | '.join(verdict.questions)}"
         else:
             yield f"on {job.name}"
-        if refused:
-            yield from (f"note: {ask}" for ask in verdict.asks)
+        if refusals:
+            yield from (f"note: {question}" for question in verdict.questions)
         yield from (f"note: {line}" for line in _notes(job, verdict))
 
 
@@ -186,15 +189,17 @@ def _notes(job: jobs.Job, verdict: Verdict) -> Iterator[str]:
 
     A plain file of settings has no such lines.
     """
-    if job.left_out:
-        yield f"left out: {', '.join(job.left_out)}"
+    if job.omissions:
+        yield f"left out: {', '.join(job.omissions)}"
     if job.is_plain:
         return
     names = job.names
-    read = [f"{key}={value}" for key, value in job.settings.items() if names[key] & verdict.read]
-    yield f"read: {', '.join(read) or 'none of the settings that FSSDP looks at'}"
-    missing = verdict.read - set().union(*names.values())
-    yield f"not found, so Megatron's defaults count: {len(missing)} more that FSSDP looks at"
+    entries = [
+        f"{key}={value}" for key, value in job.settings.items() if names[key] & verdict.names
+    ]
+    yield f"read: {', '.join(entries) or 'none of the settings that FSSDP looks at'}"
+    absent_names = verdict.names - set().union(*names.values())
+    yield f"not found, so Megatron's defaults count: {len(absent_names)} more that FSSDP looks at"
     if job.other_files:
         files = ", ".join(job.other_files)
         yield f"further settings may stand in files that were not read: {files}"
@@ -230,10 +235,10 @@ def _check_here(capabilities: Sequence[tuple[int, int]]) -> int:
     Args:
         capabilities: compute capabilities of further GPUs to compile for.
     """
-    missing = dict(_missing())
-    for name, error in missing.items():
+    errors = dict(_missing())
+    for name, error in errors.items():
         print(_line_of(name, error))
-    if "torch" in missing:
+    if "torch" in errors:
         print(f"megatron-hecate {__version__}: without torch, nothing else can be checked")
         return 1
     import torch
@@ -242,17 +247,17 @@ def _check_here(capabilities: Sequence[tuple[int, int]]) -> int:
 
     gpus = torch.cuda.device_count()
     print(f"megatron-hecate {__version__}, torch {torch.__version__}, {gpus} GPUs")
-    fits = _check_megatron()
-    plans = _check_planner()
+    has_megatron = _check_megatron()
+    has_planner = _check_planner()
     print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
-    lines, usable = kernels.describe(capabilities)
+    lines, has_kernels = kernels.describe(capabilities)
     for line in lines:
         print(f"kernels, of quotas and of transport nvlink: {line}")
     print(
         "transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, "
         "else p2p"
     )
-    return 0 if fits and plans and usable and not missing else 1
+    return 0 if has_megatron and has_planner and has_kernels and not errors else 1
 
 
 def _check_megatron() -> bool:
@@ -278,8 +283,8 @@ def _check_megatron() -> bool:
         return False
     # Megatron appends the commit of any git repository it runs in
     version = megatron.core.__version__.partition("+")[0]
-    fits = "does not fit" if broken else "fits"
-    print(f"megatron-core {version}: {fits}")
+    support = "does not fit" if broken else "fits"
+    print(f"megatron-core {version}: {support}")
     for problem in broken:
         print(f"  - {problem}")
     if importlib.util.find_spec("megatron.training") is None:

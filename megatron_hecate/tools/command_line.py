@@ -18,7 +18,7 @@ from megatron_hecate.comm.rank_0 import VARIABLES, environment_number
 from megatron_hecate.config import HecateConfig, asks_for_fssdp
 from megatron_hecate.megatron.rules import SettingSources
 from megatron_hecate.switch_on.launcher import STARTERS, flags_among
-from megatron_hecate.tools.files.spellings import fields
+from megatron_hecate.tools.files.spellings import translate
 
 EXAMPLE = "megatron-hecate check -- pretrain_gpt.py --num-experts 8 ..."
 NO_EXPERTS = (
@@ -35,13 +35,13 @@ class CommandLine:
     Args:
         script: path of the script, or name of a module or console command.
         sources: fields by name, in order of precedence, our flags among them.
-        unknown: words among the script's arguments that Megatron's parser does not know.
+        unknown_words: words among the script's arguments that Megatron's parser does not know.
         asks_for_fssdp: whether the job switches FSSDP or observing on.
     """
 
     script: str
     sources: list[dict[str, Any]]
-    unknown: tuple[str, ...]
+    unknown_words: tuple[str, ...]
     asks_for_fssdp: bool
 
     @classmethod
@@ -62,16 +62,16 @@ class CommandLine:
         words = [word for word in words if word != "--"]
         index = _find_script(words)
         flags = flags_among(words)
-        unknown: list[str] = []
+        extra_words: list[str] = []
 
         def prepare(parser: ArgumentParser) -> ArgumentParser:
             HecateConfig.add_arguments(parser)
             parse = parser.parse_known_args
 
             def parse_words() -> Any:
-                namespace, rest = parse(words)
-                unknown.extend(word for word in rest if word in words[index + 1 :])
-                return namespace, rest
+                namespace, remainder = parse(words)
+                extra_words.extend(word for word in remainder if word in words[index + 1 :])
+                return namespace, remainder
 
             parser.parse_known_args = parse_words  # type: ignore[method-assign]
             parser.error = _refuse  # type: ignore[method-assign]
@@ -91,14 +91,14 @@ class CommandLine:
         # a file of --yaml-cfg has settings in sections
         parts = [part for part in vars(namespace).values() if isinstance(part, SimpleNamespace)]
         settings = [setting for part in (namespace, *parts) for setting in vars(part).items()]
-        sources = [flags, *(fields(name, value) for name, value in settings)]
-        unknown = [word for word in unknown if word.startswith(("-", "@"))]
+        sources = [flags, *(translate(name, value) for name, value in settings)]
+        unknown_words = [word for word in extra_words if word.startswith(("-", "@"))]
         values = SettingSources(*sources)
         if not (values["num_experts"] or values["num_moe_experts"]):
-            also = f"; it does not know {', '.join(unknown)}" if unknown else ""
-            raise ValueError(f"{NO_EXPERTS}{also}")
+            extra = f"; it does not know {', '.join(unknown_words)}" if unknown_words else ""
+            raise ValueError(f"{NO_EXPERTS}{extra}")
         is_on = asks_for_fssdp({**vars(namespace), **flags})
-        return cls(words[index], sources, tuple(dict.fromkeys(unknown)), is_on)
+        return cls(words[index], sources, tuple(dict.fromkeys(unknown_words)), is_on)
 
 
 def _find_script(words: Sequence[str]) -> int:

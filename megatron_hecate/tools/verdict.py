@@ -66,7 +66,7 @@ class _Settings(SettingSources):
         return None if isinstance(value, Unknown) else value
 
     @property
-    def unknown(self) -> dict[str, Unknown]:
+    def unknowns(self) -> dict[str, Unknown]:
         """Values that were read and are unknown, by name."""
         return {name: v for name, v in self.values.items() if isinstance(v, Unknown)}
 
@@ -76,29 +76,25 @@ class Verdict:
     """Result of the rules for one job.
 
     Args:
-        refused: a line for each setting that FSSDP does not combine with, by its name.
-        unknown: values that the result depends on, by name.
-        read: names of all settings that rules have looked at.
+        refusals: a line for each setting that FSSDP does not combine with, by its name.
+        unknowns: values that the result depends on, by name.
+        names: names of all settings that rules have looked at.
         observes: whether the job only observes, which combines with all settings.
     """
 
-    refused: dict[str, str]
-    unknown: dict[str, Unknown]
-    read: frozenset[str] = frozenset()
+    refusals: dict[str, str]
+    unknowns: dict[str, Unknown]
+    names: frozenset[str] = frozenset()
     observes: bool = False
 
     @property
-    def asks(self) -> list[str]:
+    def questions(self) -> list[str]:
         """A line for each unknown value."""
-        lines = []
-        for name, value in self.unknown.items():
-            if value is MISSING:
-                lines.append(
-                    f"{name} was not found; FSSDP needs 2 or more, Megatron's default is 1"
-                )
-            else:
-                lines.append(f"{name}={value} is decided elsewhere; write its value into the file")
-        return lines
+        absence = "was not found; FSSDP needs 2 or more, Megatron's default is 1"
+        return [
+            f"{name} {absence}" if value is MISSING else f"{name}={value} is decided elsewhere"
+            for name, value in self.unknowns.items()
+        ]
 
 
 def judge(sources: Sequence[Source]) -> Verdict:
@@ -111,34 +107,34 @@ def judge(sources: Sequence[Source]) -> Verdict:
         ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range,
             and for what `fssdp_flags.validate` refuses.
     """
-    config, unknown = _own_settings(sources)
+    config, unknowns = _find_flags(sources)
     if config.observe:
         return Verdict({}, {}, observes=True)
-    sources = [_derived(SettingSources(*sources)), *sources]
+    sources = [_derive(SettingSources(*sources)), *sources]
     values = SettingSources(*sources)
-    refused: dict[str, str] = {}
-    read: set[str] = set()
+    refusals: dict[str, str] = {}
+    names: set[str] = set()
     for rule in unsupported.rules_for(config.slots):
         settings = _Settings(*sources)
-        applies = _applies(rule, settings, values[rule.setting])
-        read |= {rule.setting, *settings.values}
-        if settings.unknown:
-            unknown |= settings.unknown
-        elif applies:
-            refused[rule.setting] = rule.explain(values[rule.setting])
-    if "moe_fssdp_slots" not in unknown:
-        refused |= _too_many(config.slots, values)
-    return Verdict(refused, unknown, frozenset(read))
+        is_refused = _is_refused(rule, settings, values[rule.setting])
+        names |= {rule.setting, *settings.values}
+        if settings.unknowns:
+            unknowns |= settings.unknowns
+        elif is_refused:
+            refusals[rule.setting] = rule.explain(values[rule.setting])
+    if "moe_fssdp_slots" not in unknowns:
+        refusals |= _find_too_many(config.slots, values)
+    return Verdict(refusals, unknowns, frozenset(names))
 
 
-def judge_file(listed: Sequence[Job]) -> list[tuple[Job, Verdict]]:
+def judge_file(listed_jobs: Sequence[Job]) -> list[tuple[Job, Verdict]]:
     """Judge the jobs of a file, and leave out roles that train without Megatron.
 
     Raises:
         ValueError: for what `judge` raises, or a file without settings of Megatron.
     """
     verdicts = []
-    for job in listed:
+    for job in listed_jobs:
         prefix = f"{job.name}: " if job.name else ""
         names = set().union(*job.names.values())
         sources = job.sources
@@ -151,9 +147,9 @@ def judge_file(listed: Sequence[Job]) -> list[tuple[Job, Verdict]]:
         if names & MEGATRON:
             verdicts.append((job, verdict))
         # one role may train without Megatron, such as a critic on another backend
-        elif len(listed) == 1 or job.name not in ROLES:
+        elif len(listed_jobs) == 1 or job.name not in ROLES:
             notes = [NO_SETTING, f"found {', '.join(sorted(names)[:10]) or 'none'}"]
-            notes += [f"left out: {', '.join(job.left_out)}"] if job.left_out else []
+            notes += [f"left out: {', '.join(job.omissions)}"] if job.omissions else []
             notes += [f"files not read: {', '.join(job.other_files)}"] if job.other_files else []
             raise ValueError(f"{prefix}{'; '.join(notes)}")
     if not verdicts:
@@ -161,7 +157,7 @@ def judge_file(listed: Sequence[Job]) -> list[tuple[Job, Verdict]]:
     return verdicts
 
 
-def _own_settings(sources: Sequence[Source]) -> tuple[HecateConfig, dict[str, Unknown]]:
+def _find_flags(sources: Sequence[Source]) -> tuple[HecateConfig, dict[str, Unknown]]:
     """Return the settings that our flags ask for, and our flags of unknown value."""
     values: dict[str, Any] = {}
     for source in sources:
@@ -169,21 +165,21 @@ def _own_settings(sources: Sequence[Source]) -> tuple[HecateConfig, dict[str, Un
             if name.startswith(PREFIX):
                 check_names([name])
                 values.setdefault(name, source[name])
-    unknown = {name: value for name, value in values.items() if isinstance(value, Unknown)}
-    given = {name: value for name, value in values.items() if name not in unknown}
+    unknowns = {name: value for name, value in values.items() if isinstance(value, Unknown)}
+    flags = {name: value for name, value in values.items() if name not in unknowns}
     # the question is whether FSSDP can be switched on, also of a job that leaves it off
-    config = validate({**given, PREFIX: given.get(PREFIX) or True})
+    config = validate({**flags, PREFIX: flags.get(PREFIX) or True})
     assert config is not None
-    return config, unknown
+    return config, unknowns
 
 
-def _derived(settings: SettingSources) -> dict[str, Any]:
+def _derive(settings: SettingSources) -> dict[str, Any]:
     """Return fields that ``megatron.training`` derives from arguments of other names."""
     kitchen = (settings["kitchen_config_file"], settings["kitchen_recipe_number"])
-    derived: dict[str, Any] = {"use_kitchen": any(value is not None for value in kitchen)}
+    fields: dict[str, Any] = {"use_kitchen": any(value is not None for value in kitchen)}
     if settings["cpu_offloading"] is None:
         layers = settings["cpu_offloading_num_layers"]
-        derived["cpu_offloading"] = layers if isinstance(layers, Unknown) else bool(layers)
+        fields["cpu_offloading"] = layers if isinstance(layers, Unknown) else bool(layers)
     ranks = settings["tensor_model_parallel_size"] or 1
     expert_ranks = settings["expert_tensor_parallel_size"] or ranks
     for kind, size in (("", ranks), ("expert_", expert_ranks)):
@@ -191,14 +187,14 @@ def _derived(settings: SettingSources) -> dict[str, Any]:
         shards = settings[name]
         if shards is None:
             continue
-        unknown = next((value for value in (shards, size) if isinstance(value, Unknown)), None)
-        if unknown is None and not (isinstance(shards, int) and isinstance(size, int)):
+        unknowns = [value for value in (shards, size) if isinstance(value, Unknown)]
+        if not unknowns and not (isinstance(shards, int) and isinstance(size, int)):
             raise ValueError(f"{name}={shards!r} of {size!r} ranks: numbers only")
-        derived[f"{kind}gtp_weight_remat_size"] = unknown or shards // size
-    return derived
+        fields[f"{kind}gtp_weight_remat_size"] = unknowns[0] if unknowns else shards // size
+    return fields
 
 
-def _applies(rule: Rule, settings: _Settings, value: Any) -> bool:
+def _is_refused(rule: Rule, settings: _Settings, value: Any) -> bool:
     """Return whether ``rule`` refuses ``settings``, among them its own setting's ``value``."""
     kind = type(rule.instead)
     if value is not None and not isinstance(value, Unknown) and value not in QUOTED:
@@ -208,18 +204,18 @@ def _applies(rule: Rule, settings: _Settings, value: Any) -> bool:
         if is_wrong:
             expected = EXPECTED.get(kind, "null or a value")
             raise ValueError(f"{rule.setting}={value!r} must be {expected}, or left out")
-    applies = None
+    is_refused = None
     with contextlib.suppress(TypeError, ValueError):
-        applies = rule.applies(settings)
+        is_refused = rule.applies(settings)
     for name, text in settings.values.items():
         if text in QUOTED:
             raise ValueError(f"{name}={text!r} is a text; write true, false or null without quotes")
-    if applies is None:
+    if is_refused is None:
         raise ValueError(f"{rule.setting}={value!r} must be a number, or left out")
-    return applies
+    return is_refused
 
 
-def _too_many(slots: int, settings: SettingSources) -> dict[str, str]:
+def _find_too_many(slots: int, settings: SettingSources) -> dict[str, str]:
     """Return a line if experts or ``slots`` do not fit the ranks, as far as both are known."""
     experts = settings["num_moe_experts"] or settings["num_experts"]
     ranks = settings[EXPERT_PARALLEL]

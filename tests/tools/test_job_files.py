@@ -320,7 +320,7 @@ def test_a_variable_is_asked_for(check: Any, written: str) -> None:
     text = (
         "MODEL_ARGS: {--expert-model-parallel-size: '%s', --num-experts: 128, --seq-length: '${S}'}"
     )
-    line = f"cannot be judged yet: expert_model_parallel_size={written} is decided elsewhere; write"
+    line = f"cannot be judged yet: expert_model_parallel_size={written} is decided elsewhere. Write"
     status, said = check(text % written)
     assert status == OPEN and line in said and "S}" not in said.partition("cannot be")[2], said
     assert check(text.replace("'%s'", "8"))[0] == ON
@@ -399,5 +399,5 @@ def test_spellings_are_names_of_rules() -> None:
     """Every field that a spelling stands for is read by a rule. Oracle: the rules, run."""
     job = dict(expert_model_parallel_size=8, fp8="e4m3", cuda_graph_impl="local")
     job |= dict(overlap_dispatch_backward_with_experts_wgrad=True)
-    read = judge([job]).read
-    assert {*ALIASES.values(), *NEGATED.values()} <= read
+    names = judge([job]).names
+    assert {*ALIASES.values(), *NEGATED.values()} <= names

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hecate.tools.files.spellings import Unknown, adapter, fields
+from megatron_hecate.tools.files.spellings import Unknown, find_adapter, translate
 
 # sections of Bridge's configuration, and of Megatron's functional tests
 SECTIONS = {"model", "transformer", "mixed_precision", "ddp", "dist", "MODEL_ARGS"}
@@ -55,14 +55,14 @@ class Job:
     Args:
         name: name of the job in a file with several; else empty.
         settings: all settings of the file, by dotted keys as in the file.
-        left_out: sections that were not read, with the reason.
+        omissions: sections that were not read, with the reason.
         other_files: files that the file includes.
         is_listed: whether the job is an entry of a list.
     """
 
     name: str
     settings: dict[str, Any]
-    left_out: tuple[str, ...] = ()
+    omissions: tuple[str, ...] = ()
     other_files: tuple[str, ...] = ()
     is_listed: bool = False
 
@@ -70,12 +70,12 @@ class Job:
     def is_plain(self) -> bool:
         """Whether all settings stand where ``check`` documents them, without a search."""
         sections = {section for key in self.settings for section in key.split(".")[:-1]}
-        return sections <= SECTIONS and not self.left_out and not self.other_files
+        return sections <= SECTIONS and not self.omissions and not self.other_files
 
     @property
     def names(self) -> dict[str, set[str]]:
         """Names of the fields of Megatron that each key stands for."""
-        return {key: set(fields(key, value)) for key, value in self.settings.items()}
+        return {key: set(translate(key, value)) for key, value in self.settings.items()}
 
     @property
     def sources(self) -> list[dict[str, Any]]:
@@ -83,36 +83,36 @@ class Job:
         # Bridge overwrites fields of the model by mixed precision, so it takes precedence
         keys = sorted(self.settings, key=lambda key: "mixed_precision" not in key)
         return [
-            *(fields(key, self.settings[key]) for key in keys),
-            {"peft": adapter(self.settings)},
+            *(translate(key, self.settings[key]) for key in keys),
+            {"peft": find_adapter(self.settings)},
         ]
 
 
-def of_mapping(mapping: Mapping[str, Any]) -> list[Job]:
+def find_jobs(mapping: Mapping[str, Any]) -> list[Job]:
     """Return the jobs of a mapping from YAML or JSON, one for each role that trains."""
     settings = dict(_flatten(mapping, ()))
-    left_out: dict[str, str] = {}
+    omissions: dict[str, str] = {}
     for key, value in settings.items():
-        left_out.update(_skip(key, value))
+        omissions.update(_skip(key, value))
     other_files: list[str] = []
     roles: dict[str, dict[str, Any]] = {}
-    skipped = set()
+    skipped_keys = set()
     for key, value in settings.items():
         sections = key.split(".")
         prefixes = {".".join(sections[:depth]) for depth in range(1, len(sections) + 1)}
-        if prefixes & left_out.keys():
-            skipped |= prefixes
+        if prefixes & omissions.keys():
+            skipped_keys |= prefixes
         elif OTHER_FILES & set(sections):
             other_files += map(str, value if isinstance(value, list) else [value])
         else:
             role = next((ROLES[section] for section in sections[:-1] if section in ROLES), "")
             roles.setdefault(role, {})[key] = value
     shared = roles.pop("", {})
-    notes = [f"{key}{why}" for key, why in left_out.items() if key in skipped]
+    notes = [f"{key}{why}" for key, why in omissions.items() if key in skipped_keys]
     notes = [note for note in notes if note.rpartition(".")[2].lower() not in ENVIRONMENTS]
     return [
-        Job(role, {**shared, **of_role}, tuple(notes), tuple(other_files))
-        for role, of_role in (roles or {"": {}}).items()
+        Job(role, {**shared, **role_settings}, tuple(notes), tuple(other_files))
+        for role, role_settings in (roles or {"": {}}).items()
     ]
 
 

@@ -39,20 +39,20 @@ def read_jobs(path: Path) -> list[jobs.Job]:
     if not data or not isinstance(data, Mapping | list):
         raise ValueError(f"holds {data!r}, not a mapping of settings or a list of such")
     if isinstance(data, Mapping):
-        return jobs.of_mapping(data)
-    return _of_list(data)
+        return jobs.find_jobs(data)
+    return _find_jobs(data)
 
 
-def _of_list(entries: list) -> list[jobs.Job]:
-    listed = []
+def _find_jobs(entries: list) -> list[jobs.Job]:
+    listed_jobs = []
     for number, entry in enumerate(entries, start=1):
         if not isinstance(entry, Mapping):
             raise ValueError(f"entry {number} is {entry!r}, not a mapping of settings")
         name = entry.get("name") or entry.get("case") or f"entry {number}"
-        for job in jobs.of_mapping(entry):
+        for job in jobs.find_jobs(entry):
             role = f", {job.name}" if job.name else ""
-            listed.append(dataclasses.replace(job, name=f"{name}{role}", is_listed=True))
-    return listed
+            listed_jobs.append(dataclasses.replace(job, name=f"{name}{role}", is_listed=True))
+    return listed_jobs
 
 
 def _parse(text: str, suffix: str) -> Any:

@@ -1,7 +1,7 @@
 """One table of spellings: how frameworks write the settings that FSSDP looks at.
 
-A setting of a file is a dotted key with a value, such as ``model.lora.rank``: 32. `fields` turns it
-into fields of Megatron, by the names that `unsupported.RULES` use.
+A setting of a file is a dotted key with a value, such as ``model.lora.rank``: 32. `translate` turns
+it into fields of Megatron, by the names that `unsupported.RULES` use.
 
 | spelling | field |
 |---|---|
@@ -9,7 +9,7 @@ into fields of Megatron, by the names that `unsupported.RULES` use.
 | `NEGATED` | the opposite value |
 | `ALLOCATIONS` | ``expert_model_parallel_size`` |
 | `MODELOPT` | ``modelopt_enabled`` |
-| `ADAPTER_SECTIONS`, `ADAPTER_NAMES`, `RECIPES` | ``peft``, which `adapter` decides over all keys |
+| `ADAPTER_SECTIONS`, `ADAPTER_NAMES`, `RECIPES` | ``peft``, by `find_adapter` over all keys |
 | `MAPS` | a section that is the value of one field; our flags have no sections |
 """
 
@@ -67,7 +67,7 @@ class Unknown:
         return self.text
 
 
-def fields(key: str, value: Any) -> dict[str, Any]:
+def translate(key: str, value: Any) -> dict[str, Any]:
     """Return the fields of Megatron that the setting ``key`` stands for, with their values."""
     *sections, name = key.split(".")
     if any(f".{key}".endswith(f".{end}") for end in MODELOPT):
@@ -86,7 +86,7 @@ def fields(key: str, value: Any) -> dict[str, Any]:
     return {ALIASES.get(name, name): value}
 
 
-def adapter(settings: Mapping[str, Any]) -> str | Unknown | None:
+def find_adapter(settings: Mapping[str, Any]) -> str | Unknown | None:
     """Return the setting that asks for an adapter, `Unknown` if a variable decides, or ``None``."""
     candidates = [*_by_section(settings), *_by_name(settings), *_by_recipe(settings)]
     for key, value in candidates:
@@ -104,8 +104,8 @@ def _by_section(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for section in sections.values():
         switches = {key: section[key] for key in section if _name(key) in ADAPTER_SWITCHES}
         if not any(value in OFF for value in switches.values()):
-            unknown = {key: v for key, v in switches.items() if isinstance(v, Unknown)}
-            yield next(iter((unknown or switches or section).items()))
+            unknowns = {key: v for key, v in switches.items() if isinstance(v, Unknown)}
+            yield next(iter((unknowns or switches or section).items()))
 
 
 def _by_name(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
