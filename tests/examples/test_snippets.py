@@ -113,7 +113,9 @@ def _check_ours(words: list[str]) -> None:
     elif len(words) == 1:
         assert words[0] in (*COMMANDS, "--version", "--help")
     elif words and words[0] in ("check", "measure"):
-        COMMANDS[words[0]].load().make_parser().parse_args(words[1:])
+        # a job's command line follows --, which `test_command_line.py` checks
+        options = words[1 : words.index("--")] if "--" in words else words[1:]
+        COMMANDS[words[0]].load().make_parser().parse_args(options)
     elif words:
         with contextlib.chdir("megatron" if "--stages" in words else "."):
             assert main(words) == 0
