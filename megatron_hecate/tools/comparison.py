@@ -196,7 +196,7 @@ def make_job(
         ValueError: if the arguments and the loads do not fit, with the way out.
     """
     settings = JobSettings.resolve(flags, run)
-    trace = Trace.read(flags.trace, run, num_experts=settings.model.experts, stages=flags.stages)
+    trace = Trace.read(flags.trace, run)
     loads = trace.loads
     settings = dataclasses.replace(settings, notes=(*settings.notes, *trace.notes))
     _check_experts(flags, settings, loads.shape[3], run)

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from megatron_hecate import files
+from megatron_hecate.record.run_folder import read
 from megatron_hecate.record.run_schema import MOST_TOKENS, parse_arrays
-from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.recorded_run import RecordedRun
 
 
@@ -31,30 +31,19 @@ class Trace:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def read(
-        cls,
-        path: str,
-        run: RecordedRun | None,
-        *,
-        num_experts: int | None = None,
-        stages: int | None = None,
-    ) -> Trace:
+    def read(cls, path: str, run: RecordedRun | None) -> Trace:
         """Read the loads of a trace.
 
         Args:
             path: path of the trace.
             run: record in ``path``; ``None`` for other traces.
-            num_experts: number of experts, see `read_loads`.
-            stages: number of recorded pipeline stages, see `read_loads`.
 
         Raises:
             ValueError: for loads that cannot be simulated.
         """
         if run is None:
-            loads = read_loads(path, num_experts=num_experts, stages=stages)
+            loads = read_loads(path)
             return cls(loads=loads, notes=_doubts(loads))
-        if stages is not None:
-            raise ValueError(f"{path} names its own pipeline stages; leave --stages {stages} out")
         loads = run.record.load[:, :, None]
         excess = run.excess
         notes: tuple[str, ...] = ()
@@ -79,19 +68,15 @@ def _doubts(loads: np.ndarray) -> tuple[str, ...]:
     return ("there is a single step, which forecasts itself exactly: gains are upper bounds",)
 
 
-def read_loads(
-    path: Path | str, *, num_experts: int | None = None, stages: int | None = None
-) -> np.ndarray:
+def read_loads(path: Path | str) -> np.ndarray:
     """Read recorded loads as (token, expert) pairs by step, layer, source and expert.
 
-    Formats: a run folder or a folder of Megatron's own files; an .npz with ``counts`` [T, L, N, E]
+    Formats: a run folder; an .npz with ``counts`` [T, L, N, E]
     or ``load`` [T, L, E]; JSON with ``counts`` by model, domain and layer, as OLMoE publishes:
     all domains of its first model together are one step.
 
     Args:
         path: folder or file.
-        num_experts: number of experts E, for Megatron's own files, which may lack the last ones.
-        stages: number of pipeline stages, for Megatron's own files, see `read_megatron`.
 
     Returns:
         Pairs [T, L, N, E]; N is 1 where the record holds sums over sources.
@@ -101,26 +86,22 @@ def read_loads(
     """
     path = Path(path)
     try:
-        counts = _read(path, num_experts, stages)
+        counts = _read(path)
         check_loads(counts)
     # JSON may hold anything.
     except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} holds no loads ({error}); give a folder of --moe-fssdp-record, or of files "
-            "that Megatron wrote, an .npz with counts [steps, layers, sources, experts] or "
+            f"{path} holds no loads ({error}); give a folder of --moe-fssdp-record, "
+            "an .npz with counts [steps, layers, sources, experts] or "
             "load [steps, layers, experts], or OLMoE's JSON"
         ) from error
     return counts
 
 
-def _read(path: Path, num_experts: int | None, stages: int | None) -> np.ndarray:
+def _read(path: Path) -> np.ndarray:
     """Read ``path`` by its kind; formats without sources get an axis of length 1."""
     if path.is_dir():
-        load = read_any(path, num_experts=num_experts, stages=stages).load
-        # The reader pads experts to a multiple of the files' ranks.
-        if num_experts and not load[..., num_experts:].any():
-            load = load[..., :num_experts]
-        return load[:, :, None]
+        return read(path).load[:, :, None]
     if path.suffix == ".json":
         domains, *_ = files.parse_json(files.read_file(path))["counts"].values()
         total = np.sum([list(layers.values()) for layers in domains.values()], axis=0)

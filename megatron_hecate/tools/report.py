@@ -49,9 +49,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="also write the figures of layers as .csv, or all figures as .json",
     )
-    parser.add_argument(
-        "--stages", type=int, help="number of pipeline stages, for Megatron's own files"
-    )
     return parser
 
 
@@ -69,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     lines: list[str] = []
     obstacles: list[str] = []
     try:
-        runs = [Run.read(one, stages=flags.stages, show_progress=True) for one in flags.run_dirs]
+        runs = [Run.read(one, show_progress=True) for one in flags.run_dirs]
         found = content(runs[-1], runs[0] if len(runs) > 1 else None)
         _write_page(found, out)
         lines += _summary(found)
@@ -101,19 +98,18 @@ def _check_outputs(
             parser.error(f"{path} has the name of a recorded file; name another one")
 
 
-def write(folder: Path, out: Path, stages: int | None = None) -> list[str]:
+def write(folder: Path, out: Path) -> list[str]:
     """Write the page about the record in ``folder`` to ``out``; returns the page's summary.
 
     Args:
-        folder: run folder, or a folder of Megatron's own files.
+        folder: run folder.
         out: path of the page.
-        stages: number of pipeline stages, see `read_megatron`.
 
     Raises:
         ValueError: for a folder without a record, or a record that cannot be read.
         OSError: when ``out`` cannot be written.
     """
-    found = content(Run.read(folder, stages=stages))
+    found = content(Run.read(folder))
     _write_page(found, out)
     return _summary(found)
 

@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron_hecate.device.compile import CompileError
 from megatron_hecate.record.analysis import Figures
+from megatron_hecate.record.run_folder import read
 from megatron_hecate.tools.comparison import Comparison, compare, make_job
-from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.modelled_run import ModelledRun
 from megatron_hecate.tools.recorded_run import RecordedRun
 from megatron_hecate.tools.report_charts import POINTS, groups_of, lines, picture, short
@@ -68,23 +68,21 @@ class Run:
     obstacle: str = ""
 
     @classmethod
-    def read(cls, folder: Path, *, stages: int | None = None, show_progress: bool = False) -> Run:
-        """Read a run folder, or a folder of Megatron's own files.
+    def read(cls, folder: Path, *, show_progress: bool = False) -> Run:
+        """Read a run folder.
 
         Args:
             folder: the folder.
-            stages: number of pipeline stages, see `read_megatron`.
             show_progress: whether to draw a progress bar on standard error.
 
         Raises:
             ValueError: for a folder without a record, or a record that cannot be read.
         """
-        run = None
-        if stages is None:
-            run = RecordedRun.read(folder)
+        run = RecordedRun.read(folder)
         if run is None:
-            figures = Figures(read_any(folder, stages=stages))
-            return cls(folder=folder, figures=figures, modelled=None, found=None, obstacle=NO_SIZES)
+            # raises the error of a folder without a record
+            read(folder)
+            raise AssertionError(f"{folder} changed while it was read")
         figures = run.figures
         flags = make_parser("").parse_args([str(folder)])
         modelled = None

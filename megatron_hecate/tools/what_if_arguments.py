@@ -20,7 +20,6 @@ _POSITIVE = (
     "microbatches",
     "micro_batch",
     "seq",
-    "stages",
     "steps",
     "processes",
 )
@@ -36,8 +35,7 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "trace",
-        help="a run folder, one of Megatron's own files, an .npz with counts or load, "
-        "or OLMoE's JSON",
+        help="a run folder, an .npz with counts or load, or OLMoE's JSON",
     )
     parser.add_argument(
         "--model",
@@ -89,7 +87,6 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
         help="sequences per microbatch (default: tokens of a run folder, else 1 sequence)",
     )
     add("--seq", type=int, help="tokens of a sequence (default: the model's)")
-    add("--stages", type=int, help="pipeline stages of the recorded job, for Megatron's own files")
 
 
 def _add_step(parser: argparse.ArgumentParser) -> None:

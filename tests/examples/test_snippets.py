@@ -43,7 +43,7 @@ BLOCKS = {
     "docs/how-a-layer-decides.md": "drawing loop drawing commands loop",
     "docs/install.md": "commands commands commands commands commands commands",
     "docs/memory.md": "drawing",
-    "docs/observe.md": "commands loop loop files",
+    "docs/observe.md": "commands loop loop",
     "docs/operate.md": "launchers",
     "docs/report.md": "commands",
     "docs/scale.md": "tests/faults/test_watchdog.py tests/faults/test_watchdog.py",
@@ -117,8 +117,7 @@ def _check_ours(words: list[str]) -> None:
         options = words[1 : words.index("--")] if "--" in words else words[1:]
         COMMANDS[words[0]].load().make_parser().parse_args(options)
     elif words:
-        with contextlib.chdir("megatron" if "--stages" in words else "."):
-            assert main(words) == 0
+        assert main(words) == 0
 
 
 def _check_torchrun(words: list[str]) -> None:
@@ -181,22 +180,13 @@ ELSEWHERE = {"sbatch", "kubectl", "rm", "examples/megatron_lm.sh"}
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Recorded runs, Megatron's own files, speeds and scripts, under the names in the commands."""
+    """Recorded runs, speeds and scripts, under the names in the commands."""
     folder = tmp_path_factory.mktemp("files")
     size = recorded.Size(layers=2, experts=128, ranks=8)
     folders = ("fssdp-run", "TRACE", "DIR", "STOCK", "FSSDP", "FILLED")
     for name in (*folders, "DIR/model-2", "DIR/earlier-TIME"):
         held = recorded.arrays(size, fssdp=name in ("DIR", "FSSDP"))
         recorded.write(folder / name, size, held=held)
-    (folder / "megatron" / "DIR").mkdir(parents=True)
-    (folder / "trace").mkdir()
-    for rank in range(8):
-        at = {"block": "decoder", "layer": 0}
-        tokens = [100, 80, 60, 20] if rank % 2 else [50, 40, 30, 20]
-        line = {"iter": 1, **at, "tpe": [count * (rank // 2 + 1) for count in tokens]}
-        (folder / "megatron" / "DIR" / f"rank{rank}.jsonl").write_text(f"{json.dumps(line)}\n")
-        line = {"step": 0, **at, "topk": 1, "top_indices": [[rank], [5]]}
-        (folder / "trace" / f"router_trace_rank{rank}.jsonl").write_text(f"{json.dumps(line)}\n")
     for name in ("pretrain_gpt.py", "primus/cli/main.py", "package/module.py"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
@@ -276,9 +266,6 @@ def _assert_like(printed: str, shown: str) -> None:
 
 @pytest.mark.fast
 def test_files(started: list[tuple]) -> None:
-    names: dict[str, Any] = {}
-    exec(block("docs/observe.md", 3), names)
-    assert names["record"].load.sum(axis=(0, 1))[:9].tolist() == [1, 1, 1, 1, 1, 9, 1, 1, 0]
     _assert_like(_printed(lambda: main(["what-if", "fssdp-run"])), block("docs/what-if.md", 1))
 
 

@@ -22,9 +22,9 @@ import pytest
 import recorded
 
 from megatron_hecate.__main__ import COMMANDS, main
+from megatron_hecate.record.run_folder import read
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
 from megatron_hecate.tools import report
-from megatron_hecate.tools.megatron_files import read_any
 from megatron_hecate.tools.outcome import PARTS, Outcome
 from megatron_hecate.tools.recommendation import recommend
 
@@ -238,8 +238,8 @@ def test_commands_name_folders_as_a_shell_reads_them(
         assert f"{name}-fssdp" in switch_on
         words = shlex.split(_page(_observed(folder, **fields))["verdict"]["command"])
         assert words[:3] == ["megatron-hecate", "what-if", name]
-    with pytest.raises(ValueError, match="--moe-fssdp-record 'no run' writes one"):
-        read_any("no run")
+    with pytest.raises(ValueError, match="write one with --moe-fssdp-record 'no run'"):
+        read("no run")
     held = recorded.arrays(SIZE)
     words = shlex.split(_page(recorded.write(folder, SIZE, held=held))["verdict"]["command"])
     assert main([word.replace("STOCK_RUN", name) for word in words[1:]]) == 0
@@ -273,8 +273,6 @@ def test_the_page_of_a_machine_without_utf_8(tmp_path: Path) -> None:
 
 
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
-# written by Megatron
-MEGATRONS = {"--moe-routing-trace-path", "--save-tokens-per-expert-interval"}
 
 
 def _flags_of(command: str) -> set[str]:
@@ -287,7 +285,7 @@ def _flags_of(command: str) -> set[str]:
 
 def _cited(text: str, own: set[str]) -> list[str]:
     """Flags in ``text`` that are neither of the command with the flags ``own``, nor of `run`."""
-    return [flag for flag in FLAG.findall(text) if flag not in own | _flags_of("run") | MEGATRONS]
+    return [flag for flag in FLAG.findall(text) if flag not in own | _flags_of("run")]
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
         ),
         (
             {"load": np.zeros((1, 1, 2))},
-            "give a folder of --moe-fssdp-record, or of files that Megatron wrote, an .npz",
+            "give a folder of --moe-fssdp-record, an .npz",
         ),
     ],
 )
