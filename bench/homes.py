@@ -44,9 +44,10 @@ from rivals.score import Score, check_plan, score
 from megatron_hecate.homes.planner import HomeSearch
 from megatron_hecate.plan import Placement, plan_replicas
 from megatron_hecate.step.forecast import LoadHistory
-from megatron_hecate.tools.simulated_job import MOVED
 from megatron_hecate.tools.traffic import Traffic
 
+# bytes per parameter that move with an expert: weight, main parameter, two moments, unsharded
+MOVED: int = 14
 # steps of load from which a search chooses homes
 WINDOW: int = 20
 # interval of scored steps

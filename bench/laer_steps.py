@@ -1,4 +1,4 @@
-"""Steps of LAER-MoE's artifact, predicted by the simulator behind ``what-if``."""
+"""Steps of LAER-MoE's artifact, predicted by the model behind ``what-if``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 import numpy as np
 from loads import DATA
 
-from megatron_hecate.tools.step_model import PipelineSchedule, Timing, Work, simulate
+from megatron_hecate.tools.step_model import StepModel
+from megatron_hecate.tools.work import Work
 
 PUBLISHED: dict = json.loads((DATA / "published" / "figures.json").read_text())
 # FLOP/s outside experts: the share of the peak that `plan.H100` takes for experts
@@ -32,30 +33,27 @@ def laer_row(row: dict, system: str) -> tuple[float, float]:
     ffn = row["ffn"]
     layers = row["layers"]
     peak = _laer_tokens(kind, system).max(axis=2)  # [I, L]
-    none = np.zeros_like(peak)
     # In the trace all tokens stay in their node.
     trip = peak * 2 * hidden * 7 / 8 / setup["intra_node_bytes_per_s"]
-    work = Work(peak, trip, *(none,) * 7)
-    work = work.layers([layer * peak.shape[1] // layers for layer in range(layers)])
     tokens = setup["tokens_per_step"] / setup["ranks"] / setup["microbatches"]
     attention = 2 * hidden * 128 * (row["heads"] + row["kv_heads"])
     # profiled seconds per token and parameter of one matrix
     mlp = setup["mlp_ms_per_4096_tokens"] / 4096e3 / (4096 * 14336)
-    times = Timing(
+    model = StepModel(
         dense=tokens * (2 * attention + 2 * setup["seq"] * row["heads"] * 128) / A100_DENSE,
         pair=mlp * hidden * ffn,
         head=tokens * 2 * hidden * 32000 / A100_DENSE,
         recompute=True,
+        stages=(tuple(layer * peak.shape[1] // layers for layer in range(layers)),),
+        microbatches=setup["microbatches"],
     )
-    step = simulate(
-        work, times, PipelineSchedule.even(layers, 1, microbatches=setup["microbatches"])
-    )
+    step_seconds = model.step_seconds(Work(peak=peak, trip=trip))
     # bytes of a layer's experts from other nodes
     restored = setup["capacity"][kind] * 3 * hidden * ffn * 2 * 0.75
     # weights for forward and for backward, and gradients
     trips = 3 * layers * setup["microbatches"]
     copies = trips * restored / (setup["inter_node_bytes_per_s"] / 8)
-    return float(step.total.mean()) * 1e3, copies * 1e3
+    return float(step_seconds.mean()) * 1e3, copies * 1e3
 
 
 def _laer_tokens(kind: str, system: str) -> np.ndarray:

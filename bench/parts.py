@@ -6,12 +6,13 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
+import numpy as np
 from loads import DATA
 from rivals.report import Row
 
 from megatron_hecate.plan import World
 from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
-from megatron_hecate.tools.step_model import Work
+from megatron_hecate.tools.work import Group
 
 PUBLISHED: dict = json.loads((DATA / "published" / "parts.json").read_text())
 # bytes of the all-to-all to which the presets' bandwidth inside nodes was fitted
@@ -34,7 +35,8 @@ def trip(cluster: Cluster, ranks: int, pairs: float, token_bytes: float, *, once
     """
     world = World(tuple(rank // cluster.per_node for rank in range(ranks)), cluster.speeds)
     shape = dataclasses.replace(Model.named("olmoe").shape(), token_bytes=token_bytes)
-    return float(Work.balanced(pairs, world, shape, once=once).trip[0, 0])
+    balanced = np.full((1, 1, ranks), pairs)
+    return float(Group(world=world, shape=shape, once=once).work_of_ranks(balanced).trip[0, 0])
 
 
 def rows() -> Iterator[Row]:

@@ -1,4 +1,4 @@
-"""Compare predictions of the ``what-if`` simulator with published and our own measurements.
+"""Compare predictions of ``what-if`` with published and our own measurements.
 
     python bench/what_if.py [--only forced,parts,laer,marin,cpu]
 
@@ -23,19 +23,22 @@ from rivals.report import markdown
 from megatron_hecate.plan import CPU, LayerShape, Placement, World
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
-from megatron_hecate.tools.step_model import PipelineSchedule, Timing, Work, simulate
-from megatron_hecate.tools.traffic import LayerPlan
+from megatron_hecate.tools.step_model import StepModel
+from megatron_hecate.tools.work import Group, Work
 
 
-def timing(model: Model, cluster: Cluster, micro_batch: int, *, hidden: float = 0.0) -> Timing:
-    """Return the times of a microbatch of ``micro_batch`` sequences."""
+def step_model(
+    model: Model, cluster: Cluster, *, micro_batch: int, pp: int, microbatches: int
+) -> StepModel:
+    """Return the times of a step whose layers have equal work, the only column of a `Work`."""
     tokens = micro_batch * model.seq
-    return Timing(
+    parts = np.array_split(np.zeros(model.layers, int), pp)
+    return StepModel(
         dense=tokens * model.dense_flops() / cluster.dense,
         pair=model.shape().token_flops / cluster.speeds.flops,
+        stages=tuple(tuple(part.tolist()) for part in parts),
+        microbatches=microbatches,
         head=tokens * 2 * model.hidden * model.vocab / cluster.dense,
-        contention=cluster.speeds.contention,
-        hidden=hidden,
     )
 
 
@@ -61,9 +64,10 @@ def forced_step(
     world = world_of(cluster, ep)
     shape = model.shape(microbatches=microbatches)
     pairs = microbatches * batch[1] * model.seq * model.top_k
-    work = Work.balanced(pairs, world, shape, once=model.top_k).layers([0] * model.layers)
-    schedule = PipelineSchedule.even(model.layers, pp, microbatches=microbatches)
-    return float(simulate(work, timing(model, cluster, batch[1]), schedule).total[0])
+    group = Group(world=world, shape=shape, once=model.top_k)
+    work = group.work_of_ranks(np.full((1, 1, ep), pairs))
+    sizes = dict(micro_batch=batch[1], pp=pp, microbatches=microbatches)
+    return float(step_model(model, cluster, **sizes).step_seconds(work)[0])
 
 
 def forced() -> None:
@@ -149,13 +153,13 @@ def marin() -> None:
     world = world_of(cluster, 64)
     shape = model.shape(microbatches=microbatches)
     pairs = microbatches * model.seq * model.top_k
-    work = Work.balanced(pairs, world, shape).layers([0] * model.layers)
-    schedule = PipelineSchedule.even(model.layers, 1, microbatches=microbatches)
+    work = Group(world=world, shape=shape).work_of_ranks(np.full((1, 1, 64), pairs))
+    times = step_model(model, cluster, micro_batch=1, pp=1, microbatches=microbatches)
 
     def seconds(overload: float) -> float:
         # The fullest rank determines the time of experts and all-to-all.
-        changed = dataclasses.replace(work, peak=work.peak * overload, trip=work.trip * overload)
-        return float(simulate(changed, timing(model, cluster, 1), schedule).total[0])
+        changed = Work(peak=work.peak * overload, trip=work.trip * overload)
+        return float(times.step_seconds(changed)[0])
 
     rows = [
         dict(case="forced balance", measured=run["forced_s"], predicted=seconds(1.0), use="given")
@@ -194,28 +198,25 @@ def cpu() -> None:
     shape = LayerShape(**sizes, token_flops=2.0 * elements, microbatches=run["microbatches"])
     world = World(node=(0, 0), speeds=CPU)
     load = np.array(run["load"])
-    schedule = PipelineSchedule.even(2, 1, microbatches=run["microbatches"])
     placements = [Placement(np.repeat([0, 1], 8), rows) for rows in np.array(run["table"])]
-    # [L, R, E]: each rank routes half of the load.
-    counts = np.stack([load - load // 2, load // 2], axis=1)
-    works = {}
-    for name, placed in (("stock", [p.homes_only for p in placements]), ("FSSDP", placements)):
-        layers = zip(counts, placed, strict=True)
-        plan = [LayerPlan.of(count, p, p, world, shape) for count, p in layers]
-        works[name] = Work.of([plan], world, shape)
-    forced = Work.balanced(float(load[0].sum()) / 2, world, shape).layers([0, 0])
+    bare = [placement.homes_only for placement in placements]
+    forced = Group(world=world, shape=shape).work_of_ranks(np.full((1, 2, 2), load[0].sum() / 2))
     measured = run["skewed_stock_s"] / run["skewed_fssdp_s"]
     rows = []
     for how, pair in (
         ("GEMMs at the speed of `plan.CPU`", shape.token_flops / CPU.flops),
         ("timed alone", _cpu_pair()),
     ):
-        none = Timing(dense=0.0, pair=pair, contention=CPU.contention)
         # Compute outside experts, such that forced balance is predicted exactly.
-        rest = run["forced_s"] - float(simulate(forced, none, schedule).total[0])
-        times = dataclasses.replace(none, dense=rest / (1 + BACKWARD) / 2 / run["microbatches"])
-        stock = float(simulate(works["stock"], times, schedule).total[0])
-        fssdp = float(simulate(works["FSSDP"], times, schedule).total[0])
+        none = StepModel(dense=0.0, pair=pair, stages=((0, 1),), microbatches=run["microbatches"])
+        times = none.fitted(forced, run["forced_s"])
+        windows = dataclasses.replace(shape, hidden_seconds=times.dense)
+        seconds = []
+        for placed in (bare, placements):
+            group = Group(world=world, shape=windows)
+            work, _ = group.work_of_placements(load[None], [placed], "p2p")
+            seconds.append(float(times.step_seconds(work)[0]))
+        stock, fssdp = seconds
         ratio = stock / fssdp
         rows.append(dict(how=how, stock=stock, fssdp=fssdp, ratio=ratio, off=ratio / measured - 1))
     row = dict(how="measured", stock=run["skewed_stock_s"], fssdp=run["skewed_fssdp_s"])

@@ -79,7 +79,6 @@ def test_check_names_the_package_and_goes_on(package: str, tmp_path: Path) -> No
         *(("numpy", command) for command in ("report", "what-if", "run")),
         *(("numba", command) for command in ("report", "what-if")),
         ("packaging", "run"),
-        ("tqdm", "what-if"),
     ],
 )
 def test_a_command_names_the_package_that_it_needs(

@@ -9,7 +9,7 @@ its favour; its docstring lists these decisions.
 | `planner` | the interface: place before the gate, correct after it, split tokens, count moves |
 | `split` | quotas; even split among holders, and sources for given totals |
 | `score` | figures of one step of one planner |
-| `simulated` | a planner in the simulation of whole steps |
+| `copies` | traffic of copies |
 | `report` | table, CSV and the dump |
 | `algorithm2` | homes of all layers by the Hecate paper; not a planner; used by `bench/homes.py` |
 | other files | one planner each |

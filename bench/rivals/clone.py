@@ -25,7 +25,6 @@ class CloneInNode(Planner):
 
     name = "clone-in-node"
     when = "gate"
-    lifetime = "layer"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import Placement
-from rivals.planner import Planner, Setting
+from rivals.planner import Planner
 
 
 class ExpertParallel(Planner):
@@ -15,10 +15,6 @@ class ExpertParallel(Planner):
 
     name = "ep"
     when = "never"
-
-    @classmethod
-    def memory(cls, setting: Setting) -> dict[str, int]:
-        return {}
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

@@ -25,7 +25,6 @@ class FasterMoE(Planner):
 
     name = "fastermoe"
     when = "gate"
-    lifetime = "layer"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

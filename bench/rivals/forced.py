@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import Placement
-from rivals.planner import Planner, Setting
+from rivals.planner import Planner
 
 
 class ForcedBalance(Planner):
@@ -19,10 +19,6 @@ class ForcedBalance(Planner):
 
     name = "forced"
     when = "ideal"
-
-    @classmethod
-    def memory(cls, setting: Setting) -> dict[str, int]:
-        return {}
 
     def gate(self, load: np.ndarray) -> np.ndarray:
         num_ranks, num_experts = load.shape

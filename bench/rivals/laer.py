@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import Placement, World
-from megatron_hecate.tools.traffic import Traffic, backwards, no_traffic
+from megatron_hecate.tools.traffic import Traffic
+from rivals.copies import backwards, no_traffic
 from rivals.planner import Moves, Planner, Setting, from_holders
 from rivals.split import Quotas, even_split
 
@@ -29,12 +30,6 @@ class LAER(Planner):
 
     name = "laer"
     when = "history"
-    lifetime = "layer"
-
-    @classmethod
-    def memory(cls, setting: Setting) -> dict[str, int | str]:
-        """Return the memory of C experts of two layers; the shard is as large as homes."""
-        return dict(slots=setting.homes_per_rank + setting.slots, lifetime=cls.lifetime)
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         homes = self.setting.homes

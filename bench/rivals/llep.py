@@ -34,7 +34,6 @@ class LLEP(Planner):
 
     name = "llep"
     when = "gate"
-    lifetime = "layer"
 
     def place(self, history: Sequence[np.ndarray]) -> Placement:
         return self.setting.homes

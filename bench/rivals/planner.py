@@ -15,15 +15,15 @@ import abc
 import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Placement, World
 from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape
-from megatron_hecate.tools import traffic
-from megatron_hecate.tools.traffic import Traffic, copies, fan_out, no_traffic
+from megatron_hecate.tools.traffic import Traffic
+from rivals.copies import add, backwards, copies, fan_out, no_traffic
 from rivals.split import Quotas
 
 # steps between two plans of periodic planners; EPLB leaves it to its user
@@ -92,18 +92,11 @@ class Moves:
 class Planner(abc.ABC):
     """Planner whose copies last one step: fetched from home, gradients summed there, then dropped.
 
-    A subclass defines ``name`` (its row in the table), ``when`` (time of planning) and the
-    ``lifetime`` of its copies.
+    A subclass defines ``name`` (its row in the table) and ``when`` (time of planning).
     """
 
     name: ClassVar[str]
     when: ClassVar[str]
-    lifetime: ClassVar[str] = "iteration"
-
-    @classmethod
-    def memory(cls, setting: Setting) -> dict[str, Any]:
-        """Return the arguments for `SimulatedJob.memory`."""
-        return dict(slots=setting.slots, lifetime=cls.lifetime)
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -141,9 +134,9 @@ class Planner(abc.ABC):
         none = no_traffic(self.setting.num_ranks)
         early = fan_out(copies(placed), placed.home, world)
         if final is placed:
-            return Moves(early=early, late=none, grads=traffic.backwards(early), state=none)
+            return Moves(early=early, late=none, grads=backwards(early), state=none)
         late = fan_out(copies(final) & ~placed.holders, final.home, world)
-        home = traffic.backwards(fan_out(copies(final), final.home, world))
+        home = backwards(fan_out(copies(final), final.home, world))
         return Moves(early=early, late=late, grads=home, state=none)
 
 
@@ -154,10 +147,6 @@ class Resident(Planner):
     Every copy has its own optimizer, as in FlexMoE; otherwise it would fetch its weights after each
     update. An all-reduce counts as a send to the home and back.
     """
-
-    @classmethod
-    def memory(cls, setting: Setting) -> dict[str, Any]:
-        return dict(resident=setting.slots)
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -176,7 +165,7 @@ class Resident(Planner):
         world = self.setting.world
         new = fan_out(final.holders & ~self._before.holders, self._before.home, world)
         back = fan_out(copies(final), final.home, world)
-        grads = traffic.add((back, 1), (traffic.backwards(back), 1))
+        grads = add((back, 1), (backwards(back), 1))
         return Moves(early=new, late=no_traffic(self.setting.num_ranks), grads=grads, state=new)
 
 

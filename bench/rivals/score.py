@@ -16,7 +16,8 @@ import dataclasses
 import numpy as np
 
 from megatron_hecate.plan import Placement
-from megatron_hecate.tools.traffic import add, token_traffic
+from megatron_hecate.tools.traffic import token_traffic
+from rivals.copies import add
 from rivals.planner import Moves, Setting
 from rivals.split import Quotas
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_hecate.plan import Placement
-from rivals.planner import INTERVAL, Resident, Setting, from_holders
+from rivals.planner import INTERVAL, Resident, from_holders
 
 
 class SmartMoE(Resident):
@@ -20,10 +20,6 @@ class SmartMoE(Resident):
 
     name = "smartmoe"
     when = f"every {INTERVAL}"
-
-    @classmethod
-    def memory(cls, setting: Setting) -> dict[str, int]:
-        return {}
 
     def replan(self, history: Sequence[np.ndarray], now: Placement) -> Placement:
         if not history or len(history) % INTERVAL:

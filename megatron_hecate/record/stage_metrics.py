@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from megatron_hecate.plan import Placement
-from megatron_hecate.record.analysis import Figures
 from megatron_hecate.record.metrics import LayerMetrics, step_metrics
+from megatron_hecate.record.prices import PricedRecord
 from megatron_hecate.record.run_folder import RunInfo, RunRecord
 from megatron_hecate.step.layer_state import LayerState
 
@@ -59,14 +59,14 @@ class StageMetrics:
             computed = arrays["rank_load"]
         else:
             computed = np.array([[layer.computed_tokens] for layer in layers])
-        figures = self._figures(arrays)
+        prices = self._prices(arrays)
         shapes = [state.shape(self._microbatches()) for state in self._states]
         values = step_metrics(
             own_loads,
             routed,
             computed,
             token_ms=1e3 * shapes[0].token_seconds(self._states[0].world),
-            price_ms=figures.price_ms[0],
+            price_ms=prices.price_ms[0],
         )
         replicas = np.array([layer.replicas for layer in layers])
         bytes_per_replica = [
@@ -79,11 +79,11 @@ class StageMetrics:
         values["copied_mib"] = replicas * bytes_per_replica / 2**20
         if "crossing" in arrays:
             values["crossing_tokens"] = arrays["crossing"]
-        copying = figures.copying_ms[0]
+        copying = prices.copying_ms[0]
         # Modelled copies are left out: the share is logged as measured.
         known = ~np.isnan(arrays["copy"]) & (copying > 0)
         no_share = np.full(len(known), np.nan)
-        values["hidden_share"] = np.divide(figures.hidden_ms[0], copying, out=no_share, where=known)
+        values["hidden_share"] = np.divide(prices.hidden_ms[0], copying, out=no_share, where=known)
         return values
 
     def _loads_at_home(self, load: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
@@ -106,8 +106,8 @@ class StageMetrics:
             routed.append(np.bincount(homes, own, self._states[0].world.num_ranks))
         return own_loads, np.stack(routed)
 
-    def _figures(self, arrays: Mapping[str, Any]) -> Figures:
-        """Return the metrics of a record with one iteration.
+    def _prices(self, arrays: Mapping[str, Any]) -> PricedRecord:
+        """Price the replicas of a record with one iteration.
 
         Args:
             arrays: recorded arrays of the iteration.
@@ -116,6 +116,6 @@ class StageMetrics:
         if "home" in arrays:
             names.append("home")
         of_one = {name: arrays[name][None] for name in names}
-        return Figures(
+        return PricedRecord(
             RunRecord(info=self._info, iteration=np.zeros(1), time=np.zeros(1), **of_one)
         )

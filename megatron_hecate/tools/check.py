@@ -32,7 +32,7 @@ from megatron_hecate.tools.files.read import read_jobs
 from megatron_hecate.tools.verdict import Verdict, judge, judge_file
 
 # Dependencies in pyproject.toml. numpy is first, because torch and numba raise its error.
-PACKAGES = ("numpy", "packaging", "tqdm", "torch", "numba")
+PACKAGES = ("numpy", "packaging", "torch", "numba")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -1,16 +1,18 @@
-"""Settings of a simulated job: flags of `what_if`, over its record, over defaults."""
+"""Settings of a modelled job: flags of `what_if`, over its record, over defaults."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import math
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megatron_hecate.plan import World
+from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
-from megatron_hecate.tools.recorded_run import RecordedRun
+from megatron_hecate.tools.run import Run
+from megatron_hecate.tools.step_model import StepModel
 
 # microbatches of a step, where neither the record nor a flag gives them
 MICROBATCHES: int = 8
@@ -19,33 +21,18 @@ CLOSE: float = 0.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Layout:
-    """Layout of the job's ranks.
-
-    Args:
-        ranks: ranks of the job.
-        ep: expert-parallel size.
-        pp: pipeline stages.
-        vpp: interleaved chunks per stage.
-        microbatches: microbatches per step.
-    """
-
-    ranks: int
-    ep: int
-    pp: int
-    vpp: int
-    microbatches: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class JobSettings:
-    """Settings of a simulated job.
+    """Settings of a modelled job.
 
     Args:
         model: sizes of the model.
         cluster: speeds of the machine.
         model_name, cluster_name: how to name them.
-        layout: layout of the job's ranks.
+        ranks: ranks of the job.
+        ep: expert-parallel size.
+        pp: pipeline stages.
+        vpp: interleaved chunks per stage.
+        microbatches: microbatches per step.
         tokens: tokens of a rank per microbatch.
         measured: whether speeds were measured.
         optimizer_shards: ranks among which the optimizer state of an expert is sharded.
@@ -61,7 +48,11 @@ class JobSettings:
     cluster: Cluster
     model_name: str
     cluster_name: str
-    layout: Layout
+    ranks: int
+    ep: int
+    pp: int
+    vpp: int
+    microbatches: int
     tokens: int
     measured: bool = False
     optimizer_shards: int = 1
@@ -73,58 +64,61 @@ class JobSettings:
     notes: tuple[str, ...] = ()
 
     @classmethod
-    def resolve(cls, flags: argparse.Namespace, run: RecordedRun | None) -> JobSettings:
+    def resolve(cls, flags: argparse.Namespace, run: Run) -> JobSettings:
         """Combine the command line with the record; the flags are not changed.
 
         Args:
             flags: parsed command line.
-            run: record of the job; ``None`` for other traces.
+            run: record of the job, or loads alone.
 
         Raises:
             ValueError: if neither flag nor record gives a needed value, or the layout does not
                 divide.
         """
         notes: list[str] = []
-        model, model_name = _model(flags, run, notes)
+
+        def choose(given: Any, recorded: Any, what: str, close: float = 0.0) -> Any:
+            """Return the flag, else the record's value; note a contradiction."""
+            if given is None:
+                return recorded
+            if recorded is not None and abs(given - recorded) > close * abs(recorded):
+                notes.append(f"the record has {what.format(recorded)}, not {given:,.0f}")
+            return given
+
+        model, model_name = _model(flags, run)
         cluster, cluster_name = _cluster(flags, run)
-        microbatches = _choose(
-            flags.microbatches,
-            run and run.microbatches,
-            "{} microbatches per step",
-            notes=notes,
-        )
-        layout = _layout(flags, run, model, microbatches or MICROBATCHES, notes=notes)
-        shards = layout.ranks // layout.pp // layout.ep
-        if flags.no_distributed_optimizer:
-            shards = 1
-        elif run is not None and run.optimizer_shards == 1:
-            # Stock's optimizer of the run is not sharded.
-            shards = 1
-        tokens = _tokens(flags, run, model, notes=notes)
+        pp = choose(flags.pp, run.pp, "{} pipeline stages")
+        vpp = choose(flags.vpp, run.vpp, "{} chunks per stage")
+        count = choose(flags.microbatches, run.microbatches, "{} microbatches per step")
+        microbatches = count or MICROBATCHES
+        ranks, ep = _layout(flags, run, model, (pp, vpp, microbatches))
+        given = None
+        if flags.micro_batch is not None or flags.seq is not None:
+            given = (flags.micro_batch or 1) * model.seq
+        what = "{:,} tokens of a rank per microbatch"
+        tokens = choose(given, run.tokens, what, CLOSE) or model.seq
         step_ms = None
-        if run is not None and run.layers == model.layers and _is_step_of(run, layout, tokens):
-            step_ms = run.step_ms
+        if _has_work_of(run, (ep, pp, vpp, microbatches, model.layers), tokens):
+            step_ms = run.stock_step_ms
+        is_sharded = not flags.no_distributed_optimizer and run.job.get("optimizer_shards") != 1
+        dispatcher = flags.dispatcher or run.job.get("dispatcher")
         return cls(
             model=model,
             cluster=cluster,
             model_name=model_name,
             cluster_name=cluster_name,
-            layout=layout,
+            ranks=ranks,
+            ep=ep,
+            pp=pp,
+            vpp=vpp,
+            microbatches=microbatches,
             tokens=tokens,
             measured=cluster_name not in CLUSTERS and flags.cluster is not None,
-            optimizer_shards=shards,
-            sends_once=_choose(
-                flags.dispatcher and flags.dispatcher == "flex",
-                run and run.sends_once,
-                "dispatcher flex: {}",
-                notes=notes,
-            )
-            or False,
+            optimizer_shards=ranks // pp // ep if is_sharded else 1,
+            sends_once=dispatcher == "flex",
             hidden=flags.hidden_all_to_all,
-            recompute=flags.recompute or (run is not None and run.recomputes),
-            step_ms=_choose(
-                flags.step_ms, step_ms, "steps of {:,.0f} ms (median)", notes=notes, close=CLOSE
-            ),
+            recompute=flags.recompute or bool(run.job.get("recompute", False)),
+            step_ms=choose(flags.step_ms, step_ms, "steps of {:,.0f} ms (median)", CLOSE),
             step_is_given=flags.step_ms is not None,
             notes=tuple(notes),
         )
@@ -132,16 +126,13 @@ class JobSettings:
     @property
     def header(self) -> str:
         """One line with all settings."""
-        layout = self.layout
-        step = "unknown"
-        if self.step_ms is not None:
-            step = f"{self.step_ms:,.0f} ms"
-        chunks = f" of {layout.vpp} chunks" if layout.vpp > 1 else ""
+        step = "unknown" if self.step_ms is None else f"{self.step_ms:,.0f} ms"
+        chunks = f" of {self.vpp} chunks" if self.vpp > 1 else ""
         parts = [
-            f"{self.model_name} on {self.cluster_name}: {layout.ranks} ranks",
-            f"EP {layout.ep}",
-            f"PP {layout.pp}{chunks}",
-            f"{layout.microbatches} microbatches of {self.tokens:,} tokens",
+            f"{self.model_name} on {self.cluster_name}: {self.ranks} ranks",
+            f"EP {self.ep}",
+            f"PP {self.pp}{chunks}",
+            f"{self.microbatches} microbatches of {self.tokens:,} tokens",
             f"top {self.model.top_k} of {self.model.experts} experts of "
             f"{self.model.expert_elements / 1e6:.2f} M parameters "
             f"of {self.model.weight_bytes} bytes",
@@ -152,168 +143,145 @@ class JobSettings:
             parts.append("layers recomputed")
         return ", ".join([*parts, f"stock step {step}"])
 
+    @property
+    def world(self) -> World:
+        """Ranks of an expert-parallel group, on full nodes."""
+        cluster = self.cluster
+        if self.cluster_name in CLUSTERS:
+            cluster = cluster.for_group(self.ep)
+        node = tuple(rank // cluster.per_node for rank in range(self.ep))
+        return World(node, cluster.speeds)
 
-def _choose(
-    given: Any, recorded: Any, what: str, *, notes: list[str], close: float = 0.0
-) -> Any | None:
-    """Return the value of a flag, else of the record, and note a contradiction.
+    @property
+    def once(self) -> int:
+        """Experts per token where the dispatcher sends a token once, see `all_to_all`; else 0."""
+        return self.model.top_k if self.sends_once else 0
 
-    Args:
-        given: value of the flag; ``None`` if not given.
-        recorded: value in the record; ``None`` if unknown.
-        what: format of the value in the note.
-        notes: list to which a contradiction is added.
-        close: largest relative difference that is not reported.
-    """
-    if given is None:
-        return recorded
-    if recorded is not None and abs(given - recorded) > close * abs(recorded):
-        notes.append(f"the record has {what.format(recorded)}, not {_digits(given)}")
-    return given
+    def step_model(self, run: Run, columns: np.ndarray) -> StepModel:
+        """Model the times of a step that do not depend on routing.
 
-
-def _digits(value: float) -> str:
-    if isinstance(value, bool):
-        return str(value)
-    return f"{value:,.0f}"
-
-
-def _missing(flag: str, what: str, trace: str, run: RecordedRun | None) -> ValueError:
-    """Explain that a flag is needed.
-
-    Args:
-        flag: flag with its value.
-        what: what the flag gives, and a run folder may hold.
-        trace: path of the trace.
-        run: record of the job; ``None`` for other traces.
-    """
-    if run is not None:
-        return ValueError(f"{flag} is needed: the record in {trace} holds no {what}")
-    if not Path(trace).exists():
-        return ValueError(f"{trace} does not exist; give a run folder, or another trace (--help)")
-    return ValueError(f"{flag} is needed: {trace} is no run folder, which could hold {what}")
-
-
-def _model(
-    flags: argparse.Namespace, run: RecordedRun | None, notes: list[str]
-) -> tuple[Model, str]:
-    """Choose the model, and its name; sizes that contradict the record are noted."""
-    recorded = run and run.model
-    if flags.model is None:
-        if recorded is None:
-            raise _missing("--model NAME", "sizes", flags.trace, run)
-        name = f"the recorded model ({recorded.layers} layers)"
-        return dataclasses.replace(recorded, seq=flags.seq or recorded.seq), name
-    model = Model.named(flags.model)
-    if recorded is not None:
-        sizes: tuple[tuple[str, Callable[[Model], float]], ...] = (
-            ("top k {}", lambda one: one.top_k),
-            ("experts of {:,.0f} parameters", lambda one: one.expert_elements),
-            ("{} bytes per parameter", lambda one: one.weight_bytes),
+        Args:
+            run: record of the job, which may know the layers of each stage.
+            columns: for each layer of the model, the column of a `Work` that stands for it.
+        """
+        model = self.model
+        stages = run.columns_of_stages
+        layout = (self.vpp, self.pp, model.layers)
+        if layout != (1, len(stages), len(run.info.layers)):
+            parts = np.array_split(np.arange(model.layers), self.pp * self.vpp)
+            # chunk c of stage p is part c * pp + p
+            stages = tuple(
+                tuple(np.concatenate(parts[stage :: self.pp]).tolist()) for stage in range(self.pp)
+            )
+        return StepModel(
+            dense=self.tokens * model.dense_flops() / self.cluster.dense,
+            pair=model.shape().token_seconds(self.world) / (1 + BACKWARD),
+            stages=tuple(tuple(columns[list(layers)].tolist()) for layers in stages),
+            microbatches=self.microbatches,
+            chunks=self.vpp,
+            head=self.tokens * 2 * model.hidden * model.vocab / self.cluster.dense,
+            hidden=self.hidden,
+            recompute=self.recompute,
         )
-        for what, size in sizes:
-            _choose(size(model), size(recorded), what, notes=notes, close=0.01)
-    return dataclasses.replace(model, seq=flags.seq or model.seq), flags.model
 
 
-def _cluster(flags: argparse.Namespace, run: RecordedRun | None) -> tuple[Cluster, str]:
-    """Choose the machine, and its name."""
-    if flags.cluster is not None:
-        return Cluster.named(flags.cluster, per_node=flags.per_node), flags.cluster
-    if run is None or run.cluster is None:
-        raise _missing("--cluster NAME", "speeds", flags.trace, run)
-    return run.cluster, "the recorded speeds"
-
-
-def _is_step_of(run: RecordedRun, layout: Layout, tokens: int) -> bool:
-    """Return whether a recorded step has the work of a step in ``layout``.
+def _has_work_of(run: Run, layout: tuple[int, ...], tokens: int) -> bool:
+    """Return whether a recorded step has the work of a step of the modelled job.
 
     Ranks beyond pipeline stages and expert-parallel groups only add copies of the model.
 
     Args:
-        run: record of the job.
-        layout: layout of the simulated job.
+        run: record of the job, or loads alone.
+        layout: expert-parallel size, stages, chunks, microbatches and layers.
         tokens: tokens of a rank per microbatch.
     """
-    # A record without sizes knows neither its microbatches nor their tokens.
-    if run.microbatches is not None:
-        is_other_size = abs(tokens - (run.tokens or 0)) > CLOSE * tokens
-        if run.microbatches != layout.microbatches or is_other_size:
-            return False
-    return (run.ep, run.pp, run.vpp) == (layout.ep, layout.pp, layout.vpp)
+    recorded = (run.info.ranks, run.pp, run.vpp, run.microbatches, len(run.info.layers))
+    if any(there not in (here, None) for here, there in zip(layout, recorded, strict=True)):
+        return False
+    # a record without sizes knows neither its microbatches nor their tokens
+    return run.tokens is None or abs(tokens - run.tokens) <= CLOSE * tokens
 
 
-def _tokens(
-    flags: argparse.Namespace, run: RecordedRun | None, model: Model, *, notes: list[str]
-) -> int:
-    """Choose the tokens of a rank per microbatch."""
-    given = None
-    if flags.micro_batch is not None or flags.seq is not None:
-        given = (flags.micro_batch or 1) * model.seq
-    what = "{:,} tokens of a rank per microbatch"
-    tokens = _choose(given, run and run.tokens, what, notes=notes, close=CLOSE)
-    return tokens or model.seq
+def _model(flags: argparse.Namespace, run: Run) -> tuple[Model, str]:
+    """Choose the model, and its name; its experts must be as many as recorded.
+
+    Raises:
+        ValueError: if neither flag nor record gives one, or its experts are others.
+    """
+    if flags.model is None:
+        model = run.model
+        if model is None:
+            raise ValueError(f"--model NAME is needed: {flags.trace} holds no sizes")
+        name = f"the recorded model ({model.layers} layers)"
+    else:
+        model, name = Model.named(flags.model), flags.model
+    experts = run.info.num_experts
+    if experts != model.experts:
+        top_k = f",top_k={run.info.top_k}" if run.stages else ""
+        raise ValueError(
+            f"{flags.trace} has {experts} experts, {name} {model.experts}: give loads of this "
+            "model, or take layers of its size with the recorded number of experts: "
+            f"--model {name},experts={experts}{top_k}"
+        )
+    if model.top_k > experts:
+        raise ValueError(
+            f"--model {name}: a token cannot go to {model.top_k} of {experts} experts; set top_k"
+        )
+    return dataclasses.replace(model, seq=flags.seq or model.seq), name
+
+
+def _cluster(flags: argparse.Namespace, run: Run) -> tuple[Cluster, str]:
+    """Choose the machine, and its name."""
+    if flags.cluster is not None:
+        return Cluster.named(flags.cluster, per_node=flags.per_node), flags.cluster
+    if run.cluster is None:
+        raise ValueError(f"--cluster NAME is needed: {flags.trace} holds no speeds")
+    return run.cluster, "the recorded speeds"
 
 
 def _layout(
-    flags: argparse.Namespace,
-    run: RecordedRun | None,
-    model: Model,
-    microbatches: int,
-    *,
-    notes: list[str],
-) -> Layout:
-    """Choose ranks, pipeline and expert-parallel size, and check that they divide.
+    flags: argparse.Namespace, run: Run, model: Model, pipeline: tuple[int, int, int]
+) -> tuple[int, int]:
+    """Choose ranks and expert-parallel size, and check that they divide.
+
+    Args:
+        flags: parsed command line.
+        run: record of the job, or loads alone.
+        model: sizes of the model.
+        pipeline: stages, chunks per stage, microbatches.
 
     Raises:
         ValueError: if ranks, stages, chunks or experts do not divide.
     """
-    pp = _choose(flags.pp, run and run.pp, "{} pipeline stages", notes=notes) or 1
-    vpp = _choose(flags.vpp, run and run.vpp, "{} chunks per stage", notes=notes) or 1
+    pp, vpp, microbatches = pipeline
     ranks = flags.ranks
     if ranks is None:
-        if run is None:
-            raise _missing("--ranks N", "ranks of the job", flags.trace, run)
-        ranks = run.ranks
-        if pp != run.pp:
-            ranks = run.ranks // run.pp * pp
+        if run.ranks is None:
+            raise ValueError(f"--ranks N is needed: {flags.trace} holds no ranks of the job")
+        ranks = run.ranks // run.pp * pp
     per_stage, rest = divmod(ranks, pp)
     if rest or pp * vpp > model.layers:
-        most = f"{model.layers} layers at most"
-        if vpp > 1:
-            most += f" with --vpp {vpp}"
-        raise ValueError(f"--ranks {ranks} must divide among --pp {pp} stages, of {most}")
+        chunks = f" with --vpp {vpp}" if vpp > 1 else ""
+        raise ValueError(
+            f"--ranks {ranks} must divide among --pp {pp} stages, "
+            f"of {model.layers} layers at most{chunks}"
+        )
     if vpp > 1 and (pp == 1 or microbatches % pp):
         raise ValueError(
             f"--vpp needs --pp above 1 that divides --microbatches, got {pp}, {microbatches}"
         )
-    fits = [
-        size
-        for size in range(1, per_stage + 1)
-        if per_stage % size == 0 and model.experts % size == 0
-    ]
+    fits = [n for n in range(1, per_stage + 1) if per_stage % n == 0 and model.experts % n == 0]
     ep = flags.ep
     if ep is None:
-        ep = run.ep if run is not None and run.ep in fits else fits[-1]
-        if ep == 1 < per_stage and (run is None or run.ep > 1):
-            raise ValueError(_no_ep(ranks, per_stage, model.experts))
+        ep = run.info.ranks if run.stages and run.info.ranks in fits else fits[-1]
+        if ep == 1 < per_stage and not (run.stages and run.info.ranks == 1):
+            raise ValueError(
+                f"--ranks {ranks}: no expert-parallel size above 1 divides {per_stage} ranks of a "
+                f"stage and {model.experts} experts; take other --ranks, or --ep 1"
+            )
     if ep not in fits:
         raise ValueError(
             f"--ep {ep} must divide {per_stage} ranks of a stage and {model.experts} experts: "
             f"take one of {fits}"
         )
-    return Layout(ranks=ranks, ep=ep, pp=pp, vpp=vpp, microbatches=microbatches)
-
-
-def _no_ep(ranks: int, per_stage: int, experts: int) -> str:
-    """Explain that no expert-parallel size fits, with numbers of ranks nearby that have one."""
-    near = [
-        count for count in range(2, 2 * per_stage) if math.gcd(count, experts) >= min(8, experts)
-    ]
-    below = [count for count in near if count < per_stage][-1:]
-    above = [count for count in near if count > per_stage][:1]
-    return (
-        f"--ranks {ranks}: no expert-parallel size above 1 divides {per_stage} ranks "
-        f"of a stage and {experts} experts; take "
-        f"{' or '.join(map(str, below + above))} ranks of a stage, or --ep 1"
-    )
+    return ranks, ep

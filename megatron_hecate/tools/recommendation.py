@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from megatron_hecate.tools.outcome import EXPERT_COMPUTE, PARTS, Outcome
+from megatron_hecate.tools.replay import Outcome, Way
+from megatron_hecate.tools.step_model import ALL_TO_ALL, EXPERT_COMPUTE, PARTS
 
 # share of a step: a smaller gain is within the error of the simulation
 WORTH: float = 0.03
@@ -58,21 +59,18 @@ def recommend(
     if obstacle:
         return _stay(obstacle)
     fits = [way for way in ways if way.memory.total < (capacity or math.inf)]
-    # Slots that no plan fills are memory for nothing.
-    filled = [way for way in fits if way.slots <= max(way.used, 1)] or fits
     # The transport named first is the one that FSSDP uses; others are for comparison.
-    filled = [way for way in filled if way.transport == ways[0].transport] or filled
+    candidates = [way for way in fits if way.transport == ways[0].transport] or fits
     # Smallest modelled gain whose range begins at `WORTH`: see `share_range`.
     enough = WORTH * (1 + error) / (1 + WORTH * error)
-    best = _smallest_of_fastest(filled, within=(1 - enough) * stock.seconds)
+    best = _smallest_of_fastest(candidates, within=(1 - enough) * stock.seconds)
     gain = 1 - best.seconds / stock.seconds
     reason = _reason(best, stock, forced, capacity=capacity, error=error)
     if not error and not measured_speeds:
-        compute = best.parts.get(EXPERT_COMPUTE, 0.0) / stock.seconds
+        compute = best.parts[EXPERT_COMPUTE] / stock.seconds
         low, high = (f"{share:.1%}" for share in expert_range(gain, compute))
         if low != high:
             reason += f"; {low} to {high}, since the experts' speed is assumed"
-    reason += _other_transport(best, fits, stock, error)
     if share_range(gain, error)[1] < WORTH:
         return _stay(f"do not switch it on: {reason}", best)
     if gain < enough:
@@ -116,7 +114,8 @@ def _reason(
         price = f"{best.memory.added:.1%} of the experts' memory"
     costs = f"imbalance costs {share_text(lost, error)}"
     # Beyond forced balance: replicas keep tokens on their node.
-    if best.parts.get("messages saved", 0.0) > 0.0005 * stock.seconds:
+    saved = best.parts[ALL_TO_ALL] - forced.parts[ALL_TO_ALL]
+    if saved > 0.0005 * stock.seconds:
         costs += "; replicas save messages, too"
     return (
         f"{share_text(gain, error)} of a step to win ({costs}), for {memory / 2**30:.2f} GiB, "
@@ -127,20 +126,6 @@ def _reason(
 def _stay(text: str, considered: Outcome | None = None) -> Advice:
     """Return the advice to stay with stock."""
     return Advice(best=None, considered=considered, verdict="no", text=text)
-
-
-def _other_transport(best: Outcome, ways: Sequence[Outcome], stock: Outcome, error: float) -> str:
-    """Name the transport of ``best``, and the gain of the same settings with the other one."""
-    text = f"; transport {best.transport}" if best.transport else ""
-    settings = dataclasses.asdict(best)
-    for way in ways:
-        same = all(
-            getattr(way, name) == settings[name] for name in ("slots", "lifetime", "late", "rehome")
-        )
-        if same and way.transport != best.transport:
-            gain = 1 - way.seconds / stock.seconds
-            text += f", with {way.transport} {share_text(gain, error)}"
-    return text
 
 
 def share_range(gain: float, error: float) -> tuple[float, float]:
@@ -203,16 +188,12 @@ def _smallest_of_fastest(ways: Sequence[Outcome], *, within: float) -> Outcome:
     near = [way for way in ways if way.seconds <= (1 + ALIKE) * fastest]
     if fastest <= within:
         near = [way for way in near if way.seconds <= within]
-    return min(near, key=lambda way: (way.memory.total, way.late, way.rehome, way.seconds))
+    return min(near, key=lambda way: (way.memory.total, way.seconds))
 
 
-def flags_of(way: Outcome) -> str:
+def flags_of(way: Way) -> str:
     """Format the flags that select ``way``; ``nvlink`` is chosen by a self-test."""
     flags = f"--moe-fssdp-slots {way.slots} --moe-fssdp-lifetime {way.lifetime}"
-    if way.late:
-        flags += f" --moe-fssdp-late-replicas {way.late}"
-    if way.rehome:
-        flags += f" --moe-fssdp-rehome {way.rehome}"
     if way.transport == "p2p":
         flags += " --moe-fssdp-transport p2p"
     return flags

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hecate import files
-from megatron_hecate.tools.report_content import COLUMNS, Run, as_csv, content
+from megatron_hecate.tools.report_content import COLUMNS, Report, as_csv, content
 
 PAGE = Path(__file__).with_name("page")
 # files that replace their names in the template
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
     lines: list[str] = []
     obstacles: list[str] = []
     try:
-        runs = [Run.read(one, show_progress=True) for one in flags.run_dirs]
+        runs = [Report.read(one) for one in flags.run_dirs]
         found = content(runs[-1], runs[0] if len(runs) > 1 else None)
         _write_page(found, out)
         lines += _summary(found)
@@ -109,7 +109,7 @@ def write(folder: Path, out: Path) -> list[str]:
         ValueError: for a folder without a record, or a record that cannot be read.
         OSError: when ``out`` cannot be written.
     """
-    found = content(Run.read(folder))
+    found = content(Report.read(folder))
     _write_page(found, out)
     return _summary(found)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hecate.record.analysis import Figures
-from megatron_hecate.tools.modelled_run import ModelledRun
+from megatron_hecate.tools.run import Run
+from megatron_hecate.tools.step_model import Prediction
 
 # most points of a line
 POINTS: int = 1000
@@ -30,28 +30,28 @@ def groups_of(num: int, most: int) -> list[_Group]:
     return list(itertools.pairwise(np.linspace(0, num, min(num, most) + 1).astype(int).tolist()))
 
 
-def lines(
-    figures: Figures, modelled: ModelledRun | None, groups: Sequence[_Group]
-) -> dict[str, Any]:
+def lines(run: Run, prediction: Prediction | None, groups: Sequence[_Group]) -> dict[str, Any]:
     """Build the charts over iterations: a unit, and series of (name, colour, values)."""
     charts: dict[str, tuple[str, list[_Series]]] = {
-        "imbalance": ("times the mean", _imbalance_series(figures)),
-        "memory": _memory(figures),
+        "imbalance": ("times the mean", _imbalance_series(run)),
+        "memory": _memory(run),
     }
-    if modelled is not None:
-        charts["lost"] = ("ms per step", _time_series(modelled))
-        if len(figures.before) > 1:
-            charts["step"] = ("ms", _step_series(modelled))
-        if not figures.observed:
-            charts["copies"] = ("ms per step", _copy_series(figures))
-    found = {}
-    for chart, (unit, series) in charts.items():
-        grouped = [
-            (name, colour, [_mean(values[a:b]) for a, b in groups])
-            for name, colour, values in series
-        ]
-        found[chart] = {"unit": unit, "series": grouped}
-    return found
+    if prediction is not None:
+        charts["lost"] = ("ms per step", _time_series(run, prediction))
+        if len(run.before) > 1:
+            charts["step"] = ("ms", _step_series(run, prediction))
+        if not run.observed:
+            charts["copies"] = ("ms per step", _copy_series(run))
+    return {
+        chart: {
+            "unit": unit,
+            "series": [
+                (name, colour, [_mean(values[a:b]) for a, b in groups])
+                for name, colour, values in series
+            ],
+        }
+        for chart, (unit, series) in charts.items()
+    }
 
 
 def _mean(values: np.ndarray) -> float | None:
@@ -62,23 +62,23 @@ def _mean(values: np.ndarray) -> float | None:
     return short(known.mean())
 
 
-def _step_series(modelled: ModelledRun) -> list[_Series]:
+def _step_series(run: Run, prediction: Prediction) -> list[_Series]:
     """Build the time of a step: measured, modelled as it ran, as stock, under forced balance."""
-    series = [("measured", "grey", modelled.figures.steps_ms)]
-    if modelled.figures.observed:
-        series.append(("modelled", "before", modelled.stock_ms))
+    series = [("measured", "grey", run.steps_ms)]
+    if run.observed:
+        series.append(("modelled", "before", prediction.stock_ms))
     else:
-        series.append(("modelled, with FSSDP", "after", modelled.run_ms))
-        series.append(("modelled, stock", "before", modelled.stock_ms))
-    series.append(("modelled, forced balance", "won", modelled.forced_ms))
+        series.append(("modelled, with FSSDP", "after", prediction.run_ms))
+        series.append(("modelled, stock", "before", prediction.stock_ms))
+    series.append(("modelled, forced balance", "won", prediction.forced_ms))
     return series
 
 
-def _imbalance_series(figures: Figures) -> list[_Series]:
+def _imbalance_series(run: Run) -> list[_Series]:
     """Build quantiles over the layers of the fullest rank's load."""
-    sides = [("routed", "before", figures.waits)]
-    if not figures.observed:
-        sides.append(("computed", "after", figures.waits_computed))
+    sides = [("routed", "before", run.waits)]
+    if not run.observed:
+        sides.append(("computed", "after", run.waits_computed))
     names = ("worst layer", "90 % of layers below", "median layer", "10 % of layers below")
     series = []
     for what, colour, ratios in sides:
@@ -88,56 +88,55 @@ def _imbalance_series(figures: Figures) -> list[_Series]:
     return series
 
 
-def _time_series(modelled: ModelledRun) -> list[_Series]:
+def _time_series(run: Run, prediction: Prediction) -> list[_Series]:
     """Build the milliseconds per step lost to imbalance and won back."""
-    lost = modelled.lost_ms
+    lost = prediction.lost_ms
     series = [("lost, as routed", "before", lost)]
-    if not modelled.figures.observed:
+    if not run.observed:
         series += [
-            ("lost, with FSSDP", "after", modelled.left_ms),
-            ("won back, net", "won", lost - modelled.left_ms),
-            ("what replicas cost, in both", "grey", modelled.price_ms),
+            ("lost, with FSSDP", "after", prediction.left_ms),
+            ("won back, net", "won", lost - prediction.left_ms),
+            ("what replicas cost, in both", "grey", run.of_step(run.price_ms)),
         ]
     return series
 
 
-def _copy_series(figures: Figures) -> list[_Series]:
+def _copy_series(run: Run) -> list[_Series]:
     """Build the milliseconds per step of copies, hidden behind compute and not."""
-    copying = figures.copying_ms
+    copying = run.copying_ms
     return [
-        ("all copies", "grey", figures.of_step(copying)),
-        ("hidden behind compute", "after", figures.of_step(figures.hidden_ms)),
-        ("not hidden", "before", figures.of_step(copying - figures.hidden_ms)),
+        ("all copies", "grey", run.of_step(copying)),
+        ("hidden behind compute", "after", run.of_step(run.hidden_ms)),
+        ("not hidden", "before", run.of_step(copying - run.hidden_ms)),
     ]
 
 
-def _memory(figures: Figures) -> tuple[str, list[_Series]]:
+def _memory(run: Run) -> tuple[str, list[_Series]]:
     """Build the chart of memory: its unit, and series.
 
     A record without sizes gives tokens of the experts' inputs instead of bytes.
     """
-    sides = [("stock", "before", figures.before)]
-    if not figures.observed:
-        sides.append(("FSSDP", "after", figures.after))
-    if not all(info.memory for info in figures.stages or [figures.record.info]):
+    sides = [("stock", "before", run.before)]
+    if not run.observed:
+        sides.append(("FSSDP", "after", run.after))
+    if not all(info.memory for info in run.stages):
         return "tokens", [
-            (f"{what}, experts' inputs", colour, figures.memory(load))
-            for what, colour, load in sides
+            (f"{what}, experts' inputs", colour, run.memory(load)) for what, colour, load in sides
         ]
     homes = ("weights", "grads", "optimizer")
     replicas = ("replica_weights", "replica_grads", "transport")
-    no_tokens = 0 * figures.before
+    no_tokens = 0 * run.before
     series = []
     for what, colour, load in sides:
         parts = homes if what == "stock" else homes + replicas
-        series.append((f"{what}, all", colour, figures.memory(load, *parts)))
-    homes_only = figures.memory(no_tokens, *homes)
+        series.append((f"{what}, all", colour, run.memory(load, *parts)))
+    homes_only = run.memory(no_tokens, *homes)
     series.append(("homes: weights, gradients, optimizer", "grey", homes_only))
-    if not figures.observed:
-        buffers = figures.memory(no_tokens, *replicas)
+    if not run.observed:
+        buffers = run.memory(no_tokens, *replicas)
         series.append(("replicas: buffers for all slots", "won", buffers))
     for what, colour, load in sides:
-        series.append((f"{what}, activations of experts", colour, figures.memory(load)))
+        series.append((f"{what}, activations of experts", colour, run.memory(load)))
     return "MiB", [(name, colour, values / MIB) for name, colour, values in series]
 
 

@@ -12,11 +12,8 @@ from typing import Any
 import numpy as np
 
 from megatron_hecate.device.compile import CompileError
-from megatron_hecate.record.analysis import Figures
-from megatron_hecate.record.run_folder import read
-from megatron_hecate.tools.comparison import Comparison, compare, make_job
-from megatron_hecate.tools.modelled_run import ModelledRun
-from megatron_hecate.tools.recorded_run import RecordedRun
+from megatron_hecate.tools.comparison import Comparison, compare
+from megatron_hecate.tools.job_settings import JobSettings
 from megatron_hecate.tools.report_charts import POINTS, groups_of, lines, picture, short
 from megatron_hecate.tools.report_text import (
     NO_SIZES,
@@ -26,7 +23,10 @@ from megatron_hecate.tools.report_text import (
     verdict_on_fssdp,
     verdict_on_stock,
 )
-from megatron_hecate.tools.what_if_arguments import make_parser
+from megatron_hecate.tools.run import Run
+from megatron_hecate.tools.step_model import Prediction
+from megatron_hecate.tools.what_if import make_parser
+from megatron_hecate.tools.work import Group
 
 # most cells of a picture, over all layers and times
 CELLS: int = 600_000
@@ -50,56 +50,51 @@ COLUMNS = (
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Run:
+class Report:
     """A run as the page shows it.
 
     Args:
         folder: folder of the run.
-        figures: counted and measured figures.
-        modelled: modelled times; ``None`` if sizes or speeds are unknown.
-        found: comparison of FSSDP's settings, of an observed run with sizes.
+        run: the recorded run.
+        prediction: modelled times; ``None`` if sizes or speeds are unknown.
+        comparison: comparison of FSSDP's settings, of an observed run with sizes.
         obstacle: why there are no modelled times, or no comparison; empty otherwise.
     """
 
     folder: Path
-    figures: Figures
-    modelled: ModelledRun | None
-    found: Comparison | None
+    run: Run
+    prediction: Prediction | None = None
+    comparison: Comparison | None = None
     obstacle: str = ""
 
     @classmethod
-    def read(cls, folder: Path, *, show_progress: bool = False) -> Run:
+    def read(cls, folder: Path) -> Report:
         """Read a run folder.
-
-        Args:
-            folder: the folder.
-            show_progress: whether to draw a progress bar on standard error.
 
         Raises:
             ValueError: for a folder without a record, or a record that cannot be read.
         """
-        run = RecordedRun.read(folder)
-        if run is None:
-            # raises the error of a folder without a record
-            read(folder)
-            raise AssertionError(f"{folder} changed while it was read")
-        figures = run.figures
-        flags = make_parser("").parse_args([str(folder)])
-        modelled = None
-        found = None
-        obstacle = ""
+        run = Run.read(folder)
         if run.model is None or run.cluster is None:
-            return cls(folder=folder, figures=figures, modelled=None, found=None, obstacle=NO_SIZES)
+            return cls(folder=folder, run=run, obstacle=NO_SIZES)
+        flags = make_parser("").parse_args([str(folder)])
+        prediction = comparison = None
+        obstacle = ""
         try:
-            made = make_job(flags, run, show_progress=show_progress)
-            modelled = ModelledRun.of(run, made[1])
-            if figures.observed:
-                found = compare(flags, run, made=made, show_progress=show_progress)
+            if run.observed:
+                comparison = compare(flags, run)
+                prediction = predict_run(comparison.settings, run)
+            else:
+                prediction = predict_run(JobSettings.resolve(flags, run), run)
         except (ValueError, CompileError, OSError) as error:
-            # A machine without a compiler or cache, or a layout that cannot be simulated.
+            # A machine without a compiler or cache, or a layout that cannot be predicted.
             obstacle = str(error)
         return cls(
-            folder=folder, figures=figures, modelled=modelled, found=found, obstacle=obstacle
+            folder=folder,
+            run=run,
+            prediction=prediction,
+            comparison=comparison,
+            obstacle=obstacle,
         )
 
     @property
@@ -108,56 +103,92 @@ class Run:
 
         Imbalance before and after, ms lost before and after, replicas per layer.
         """
-        figures = self.figures
-        zeros = np.zeros(len(figures.before))
-        modelled = self.modelled
-        values = dict(
-            before=figures.waits,
-            after=figures.waits_computed,
-            lost=zeros if modelled is None else modelled.lost_ms,
-            left=zeros if modelled is None else modelled.left_ms,
-            replicas=figures.replicas.sum(axis=2),
+        prediction = self.prediction
+        values: dict[str, Any] = dict(
+            before=self.run.waits,
+            after=self.run.waits_computed,
+            lost=0.0 if prediction is None else prediction.lost_ms,
+            left=0.0 if prediction is None else prediction.left_ms,
+            replicas=self.run.replicas.sum(axis=2),
         )
-        return {name: float(value.mean()) for name, value in values.items()}
+        return {name: float(np.mean(value)) for name, value in values.items()}
 
 
-def content(run: Run, other: Run | None = None) -> dict[str, Any]:
+def predict_run(settings: JobSettings, run: Run) -> Prediction:
+    """Predict the steps of all recorded iterations, scaled to the measured time of a step.
+
+    Args:
+        settings: settings of the job, of the record alone.
+        run: record of the job, with sizes and speeds.
+
+    Raises:
+        ValueError: if the modelled experts and all-to-alls take longer than the measured step.
+    """
+    assert run.costs is not None
+    group = Group(world=run.costs.world, shape=run.costs.shape, once=settings.once)
+    mean = run.before.mean(axis=2, keepdims=True)
+    stock = group.work_of_ranks(run.before, fullest=run.fullest)
+    computed = group.work_of_ranks(
+        run.after, fullest=run.fullest_computed, crossing=run.record.crossing
+    )
+    computed = dataclasses.replace(computed, price=run.price_ms / 1e3)
+    model = settings.step_model(run, np.arange(len(run.info.layers)))
+    is_measured = settings.step_ms is not None or not run.observed
+    if is_measured and run.step_ms > 0:
+        try:
+            # with FSSDP the measured step is that of the loads as computed
+            model = model.fitted(computed, run.step_ms / 1e3)
+        except ValueError as error:
+            raise ValueError(
+                f"by the record's speeds, experts and all-to-alls alone take {error} ms of a step, "
+                f"but a step took {run.step_ms:.1f} ms: train with --moe-fssdp-speeds FILE, "
+                "which megatron-hecate measure has written on that machine"
+            ) from error
+    return Prediction(
+        model=model,
+        forced=group.work_of_ranks(np.broadcast_to(mean, run.before.shape)),
+        stock=stock,
+        run=computed,
+    )
+
+
+def content(report: Report, other: Report | None = None) -> dict[str, Any]:
     """Build all content of the page.
 
     Args:
-        run: run of the page.
+        report: run of the page.
         other: run to compare with.
     """
-    figures = run.figures
-    record = figures.record
+    run = report.run
+    record = run.record
     num, layers, _ = record.load.shape
     groups = groups_of(num, POINTS)
     hottest = np.argsort(-record.load.sum(axis=0), axis=1, kind="stable")[:, :HOTTEST]  # [L, K]
-    loads = [figures.before]
-    waits = [figures.waits]
-    if not figures.observed:
-        loads.append(figures.after)
-        waits.append(figures.waits_computed)
+    loads = [run.before]
+    waits = [run.waits]
+    if not run.observed:
+        loads.append(run.after)
+        waits.append(run.waits_computed)
     hottest_loads = np.take_along_axis(record.load, hottest[None], axis=2)
-    home = np.take_along_axis(figures.home[-1], hottest, axis=1)
+    home = np.take_along_axis(run.home[-1], hottest, axis=1)
     info = dataclasses.asdict(record.info)
-    means = run.means
-    if figures.observed:
-        verdict = verdict_on_stock(run.found, run.folder, obstacle=run.obstacle)
+    means = report.means
+    if run.observed:
+        verdict = verdict_on_stock(report.comparison, report.folder, obstacle=report.obstacle)
     else:
-        verdict = verdict_on_fssdp(figures, run.modelled, run.folder, obstacle=run.obstacle)
-    rows = layer_rows(run)
+        verdict = verdict_on_fssdp(report.prediction, report.folder, obstacle=report.obstacle)
+    rows = layer_rows(report)
     spread = [one[:, :, None] for one in waits]
     return {
-        "info": {**info, "folder": str(run.folder), "step": short(figures.step_ms, missing=True)},
-        "observed": figures.observed,
+        "info": {**info, "folder": str(report.folder), "step": short(run.step_ms, missing=True)},
+        "observed": run.observed,
         "verdict": dataclasses.asdict(verdict),
-        "parts": _parts(run),
-        "words": [*sentences(figures, means), *_notes(run)],
+        "parts": _parts(report),
+        "words": [*sentences(run, means), *_notes(report)],
         "mean": means,
         "iterations": [round(float(record.iteration[a:b].mean()), 1) for a, b in groups],
-        "lines": lines(figures, run.modelled, groups),
-        "loads": picture(record.iteration, loads, figures.before.mean(axis=2), CELLS),
+        "lines": lines(run, report.prediction, groups),
+        "loads": picture(record.iteration, loads, run.before.mean(axis=2), CELLS),
         "spread": picture(record.iteration, spread, np.ones((num, layers)), layers * POINTS // 4),
         "hot": picture(record.iteration, [hottest_loads], record.load.mean(axis=2), CELLS // 4),
         "experts": {
@@ -166,14 +197,14 @@ def content(run: Run, other: Run | None = None) -> dict[str, Any]:
             "replicas": _mean_replicas(record.replica, hottest),
         },
         "layers": rows,
-        "ranks": _ranks(figures),
-        "reasons": reasons(figures, {row[-1] for row in rows}),
+        "ranks": _ranks(run),
+        "reasons": reasons(run, {row[-1] for row in rows}),
         "worst": sorted(range(layers), key=lambda at: -rows[at][7])[:WORST],
-        "compared": None if other is None else _compared(run, other),
+        "compared": None if other is None else _compared(report, other),
     }
 
 
-def _ranks(figures: Figures) -> list[dict[str, Any]]:
+def _ranks(run: Run) -> list[dict[str, Any]]:
     """Return the verdict about every rank, slow or hot; empty if experts were not timed."""
     return [
         {
@@ -185,41 +216,39 @@ def _ranks(figures: Figures) -> list[dict[str, Any]]:
             "verdict": speed.verdict,
             "since": speed.since,
         }
-        for stage, speeds in figures.rank_speeds.items()
+        for stage, speeds in run.rank_speeds.items()
         for speed in speeds
     ]
 
 
-def _notes(run: Run) -> list[str]:
+def _notes(report: Report) -> list[str]:
     """Return the notes of `what_if` on the record as sentences."""
-    if run.found is None:
-        return []
-    return [f"{note[0].upper()}{note[1:]}." for note in run.found.notes]
+    notes = [] if report.comparison is None else report.comparison.notes
+    return [f"{note[0].upper()}{note[1:]}." for note in notes]
 
 
-def _parts(run: Run) -> dict[str, Any]:
+def _parts(report: Report) -> dict[str, Any]:
     """Split the time that imbalance costs, and that FSSDP wins, into named parts.
 
     Returns:
         ``of``: the iterations meant; ``step``: ms of a stock step; ``rows``: name, ms lost, ms won.
         Of an observed run these are the figures of `what_if`.
     """
-    if run.found is not None:
-        found = run.found
-        way = found.advice.considered
+    comparison = report.comparison
+    if comparison is not None:
+        way = comparison.advice.considered
         rows = [
             [name, short(1e3 * lost), short(1e3 * way.parts[name]) if way else 0.0]
-            for name, lost in found.forced.parts.items()
+            for name, lost in comparison.forced.parts.items()
         ]
-        steps = len(found.job.counts) - found.job.first
-        of = f"last {steps} iterations" if steps > 1 else "last iteration"
-        return {"of": of, "step": short(1e3 * found.stock.seconds), "rows": rows}
-    if run.modelled is None:
+        steps = len(comparison.replay.loads)
+        iterations = f"last {steps} iterations" if steps > 1 else "last iteration"
+        return {"of": iterations, "step": short(1e3 * comparison.stock.seconds), "rows": rows}
+    prediction = report.prediction
+    if prediction is None:
         return {"of": "", "step": 0.0, "rows": []}
-    rows = [
-        [name, short(lost), short(won)] for name, (lost, won) in run.modelled.parts_ms().items()
-    ]
-    step = short(float(run.modelled.stock_ms.mean()))
+    rows = [[name, *map(short, parts)] for name, parts in prediction.parts_ms().items()]
+    step = short(float(prediction.stock_ms.mean()))
     return {"of": "all iterations", "step": step, "rows": rows}
 
 
@@ -240,50 +269,47 @@ def _mean_replicas(replica: np.ndarray | None, hottest: np.ndarray) -> list[list
     ]
 
 
-def layer_rows(run: Run) -> list[list[Any]]:
+def layer_rows(report: Report) -> list[list[Any]]:
     """Build one row per layer, with the columns of `COLUMNS`."""
-    figures = run.figures
-    before = figures.waits
-    after = figures.waits_computed
-    replicas = figures.replicas.sum(axis=2)
-    late = figures.record.late
-    if late is None:
-        late = np.zeros(before.shape)
-    lost = won = np.zeros(before.shape)
-    if run.modelled is not None:
-        lost = run.modelled.lost_of_layers
-        won = run.modelled.won_of_layers
+    run = report.run
+    before, after = run.waits, run.waits_computed
+    replicas = run.replicas.sum(axis=2)
+    none = np.zeros(before.shape)
+    late = none if run.record.late is None else run.record.late
+    lost = won = none
+    if report.prediction is not None:
+        lost = report.prediction.lost_of_layers
+        won = report.prediction.won_of_layers
     columns = [before.mean(axis=0), before.max(axis=0), after.mean(axis=0), after.max(axis=0)]
     columns += [values.mean(axis=0) for values in (replicas, replicas == 0, late, lost, won)]
-    return [
-        [*map(short, row), decision(figures, row)] for row in np.stack(columns, axis=1).tolist()
-    ]
+    rows = np.stack(columns, axis=1).tolist()
+    return [[*map(short, row), decision(run, row)] for row in rows]
 
 
-def _compared(run: Run, other: Run) -> dict[str, Any]:
-    """Compare two runs: rows of (figure, of ``other``, of ``run``), and layers of both.
+def _compared(report: Report, other: Report) -> dict[str, Any]:
+    """Compare two runs: rows of (figure, of ``other``, of ``report``), and layers of both.
 
     Layers are matched by name.
     """
     rows = []
-    for one in (other, run):
+    for one in (other, report):
         means = one.means
-        mode = "stock" if one.figures.observed else "FSSDP"
+        observed = one.run.observed
         rows.append(
             {
-                "run": f"{one.folder} ({mode})",
-                "measured step, ms": short(one.figures.step_ms, missing=True),
+                "run": f"{one.folder} ({'stock' if observed else 'FSSDP'})",
+                "measured step, ms": short(one.run.step_ms, missing=True),
                 "largest over mean rank load, as routed": short(means["before"]),
                 "largest over mean rank load, as computed": short(means["after"]),
                 "ms lost to imbalance and replicas, modelled": short(
-                    means["lost"] if one.figures.observed else means["left"]
+                    means["lost"] if observed else means["left"]
                 ),
                 "replicas per layer": short(means["replicas"]),
             }
         )
-    named = dict(zip(other.figures.record.info.layers, layer_rows(other), strict=True))
+    named = dict(zip(other.run.info.layers, layer_rows(other), strict=True))
     layers = []
-    for name, row in zip(run.figures.record.info.layers, layer_rows(run), strict=True):
+    for name, row in zip(report.run.info.layers, layer_rows(report), strict=True):
         if name in named:
             before = named[name]
             left = [one[7] if one[4] == 0 else short(one[7] - one[8]) for one in (before, row)]

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from megatron_hecate.plan.replicas import BALANCED
-from megatron_hecate.record.analysis import Figures
 from megatron_hecate.record.rank_speed import MARGIN
 from megatron_hecate.tools.comparison import Comparison
-from megatron_hecate.tools.modelled_run import ModelledRun
-from megatron_hecate.tools.outcome import EXPERT_COMPUTE, Outcome
 from megatron_hecate.tools.recommendation import expert_range, flags_of, share_range
+from megatron_hecate.tools.replay import Outcome
+from megatron_hecate.tools.run import Run
+from megatron_hecate.tools.step_model import EXPERT_COMPUTE, PARTS, Prediction
 
 # Slow or hot ranks of a stage that the page names.
 RANKS: int = 8
@@ -66,7 +66,7 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
     way = advice.considered
     if way is None:
         text = "Do not switch FSSDP on: the experts do not fit into a rank's memory."
-        if found.job.world.num_ranks == 1:
+        if found.settings.ep == 1:
             text = "Do not switch FSSDP on: one rank holds all experts, so there is nothing to win."
         return Verdict(
             kind="neutral",
@@ -132,26 +132,24 @@ def _no_verdict(obstacle: str, *, command: str, purpose: str) -> Verdict:
     )
 
 
-def verdict_on_fssdp(
-    figures: Figures, modelled: ModelledRun | None, folder: Path, *, obstacle: str = ""
-) -> Verdict:
+def verdict_on_fssdp(prediction: Prediction | None, folder: Path, *, obstacle: str = "") -> Verdict:
     """Judge a run with FSSDP.
 
     Args:
-        figures: figures of the run.
-        modelled: modelled times; ``None`` if unknown.
+        prediction: modelled times; ``None`` if unknown.
         folder: folder of the run.
         obstacle: why they are unknown.
     """
     command = f"megatron-hecate report STOCK_RUN {shlex.quote(str(folder))}"
     purpose = "Compare with a run of --moe-fssdp-observe:"
-    if modelled is None:
+    if prediction is None:
         return _no_verdict(obstacle, command=command, purpose=purpose)
-    lost = float(modelled.lost_ms.mean())
-    won = lost - float(modelled.left_ms.mean())
-    price = ms_text(float(modelled.price_ms.mean()))
-    stock = float(modelled.stock_ms.mean())
-    low, high = expert_range(won, modelled.parts_ms()[EXPERT_COMPUTE][1])
+    lost = float(prediction.lost_ms.mean())
+    won = lost - float(prediction.left_ms.mean())
+    parts = prediction.parts_ms()
+    price = ms_text(abs(parts[PARTS[-1]][1]))
+    stock = float(prediction.stock_ms.mean())
+    low, high = expert_range(won, parts[EXPERT_COMPUTE][1])
     share = f"{100 * low / stock:.1f} to {100 * high / stock:.1f} % of a stock step"
     reason = (
         f"Stock would have lost {ms_text(lost)} per step to imbalance. Net of the replicas' cost "
@@ -177,9 +175,9 @@ def verdict_on_fssdp(
     )
 
 
-def sentences(figures: Figures, mean: Mapping[str, float]) -> list[str]:
+def sentences(run: Run, mean: Mapping[str, float]) -> list[str]:
     """Summarize the run in a few sentences."""
-    record = figures.record
+    record = run.record
     num, layers, experts = record.load.shape
     first, last = record.iteration[[0, -1]]
     nodes = len(set(record.info.node))
@@ -187,27 +185,27 @@ def sentences(figures: Figures, mean: Mapping[str, float]) -> list[str]:
         f"The record holds {count(num, 'iteration')} ({first} to {last}) of "
         f"{count(layers, 'MoE layer')} with {experts} experts over "
         f"{count(record.info.ranks, 'rank')} on {count(nodes, 'node')}. "
-        f"FSSDP was {'off' if figures.observed else 'on'}."
+        f"FSSDP was {'off' if run.observed else 'on'}."
     )
-    found = [about, _imbalance_text(figures, mean)]
-    if figures.fullest is record.peak:
+    found = [about, _imbalance_text(run, mean)]
+    if run.fullest is record.peak:
         found.append("Loads of the fullest rank are those of each microbatch.")
-    if not figures.observed:
-        found.append(_copies_text(figures))
-    return found + _speed_texts(figures)
+    if not run.observed:
+        found.append(_copies_text(run))
+    return found + _speed_texts(run)
 
 
-def _speed_texts(figures: Figures) -> list[str]:
+def _speed_texts(run: Run) -> list[str]:
     """Name slow ranks, and hot ranks where FSSDP was off; empty if experts were not timed."""
     found: list[str] = []
-    for stage, speeds in figures.rank_speeds.items():
-        of_stage = f" of stage {stage}" if len(figures.rank_speeds) > 1 else ""
-        shown = [speed for speed in speeds if speed.is_slow or (speed.is_hot and figures.observed)]
+    for stage, speeds in run.rank_speeds.items():
+        of_stage = f" of stage {stage}" if len(run.rank_speeds) > 1 else ""
+        shown = [speed for speed in speeds if speed.is_slow or (speed.is_hot and run.observed)]
         shown.sort(key=lambda speed: (not speed.is_slow, -speed.pace))
         for speed in shown[:RANKS]:
             text = speed.describe(f"rank {speed.rank}{of_stage}")
             found.append(f"{text[0].upper()}{text[1:]}.")
-    every = itertools.chain.from_iterable(figures.rank_speeds.values())
+    every = itertools.chain.from_iterable(run.rank_speeds.values())
     known = [speed for speed in every if not math.isnan(speed.pace)]
     if known and not any(speed.is_slow for speed in known):
         found.append(
@@ -216,21 +214,21 @@ def _speed_texts(figures: Figures) -> list[str]:
     return found
 
 
-def _imbalance_text(figures: Figures, mean: Mapping[str, float]) -> str:
+def _imbalance_text(run: Run, mean: Mapping[str, float]) -> str:
     """State the imbalance as routed and, with FSSDP, as computed."""
-    worst = figures.waits.max()
+    worst = run.waits.max()
     text = (
         f"As routed, the fullest rank had {mean['before']:.2f} times the mean load, and "
         f"{worst:.2f} times at worst (one layer in one iteration); all other ranks wait for it."
     )
-    if figures.observed:
+    if run.observed:
         return text
-    worst = figures.waits_computed.max()
+    worst = run.waits_computed.max()
     text += (
         f" With FSSDP the fullest rank computed {mean['after']:.3f} times the mean, "
         f"and {worst:.2f} times at worst."
     )
-    if moves := figures.moves:
+    if moves := run.moves:
         text += (
             f" Experts changed homes {count(moves, 'time')}; "
             "the figures do not include the time of these moves."
@@ -238,10 +236,10 @@ def _imbalance_text(figures: Figures, mean: Mapping[str, float]) -> str:
     return text
 
 
-def _copies_text(figures: Figures) -> str:
+def _copies_text(run: Run) -> str:
     """State the number of replicas, of late replicas, and the share of layers without any."""
-    record = figures.record
-    replicas = figures.replicas.sum(axis=2)
+    record = run.record
+    replicas = run.replicas.sum(axis=2)
     late = 0 if record.late is None else int(record.late.sum())
     text = (
         f"A layer had {replicas.mean():.1f} replicas on average; "
@@ -256,11 +254,11 @@ def _copies_text(figures: Figures) -> str:
     return text
 
 
-def decision(figures: Figures, row: Sequence[float]) -> str:
+def decision(run: Run, row: Sequence[float]) -> str:
     """Name the decision for a layer; `reasons` explains it.
 
     Args:
-        figures: figures of the run.
+        run: the recorded run.
         row: the layer's numbers, see `report_content.COLUMNS`.
     """
     before, *_ = row
@@ -269,24 +267,24 @@ def decision(figures: Figures, row: Sequence[float]) -> str:
         return "Replicas"
     if before <= BALANCED:
         return "Balanced"
-    if figures.observed:
+    if run.observed:
         return "Uneven"
-    if not figures.record.info.slots:
+    if not run.record.info.slots:
         return "No slots"
-    costs = figures.costs
+    costs = run.costs
     if costs is not None and costs.routing_ms + costs.computing_ms >= lost:
         return "Not worth it"
     return "Copies would not pay"
 
 
-def reasons(figures: Figures, decisions: Collection[str]) -> dict[str, str]:
+def reasons(run: Run, decisions: Collection[str]) -> dict[str, str]:
     """Explain the decisions that occur.
 
     Args:
-        figures: figures of the run.
+        run: the recorded run.
         decisions: names of `decision`.
     """
-    costs = figures.costs
+    costs = run.costs
     least = ms_text(costs.routing_ms + costs.computing_ms) if costs is not None else "their time"
     texts = {
         "Replicas": "ranks held replicas, which took tokens off the fullest rank.",

@@ -1,70 +1,140 @@
 """Estimate whether FSSDP pays for a run.
 
-``megatron-hecate what-if TRACE --model NAME --cluster NAME --ranks N`` runs this. Steps
-are simulated from recorded loads, under forced balance, stock expert parallelism, and FSSDP as it
-would plan. The assumptions are in docs/what-if.md, and the errors found against published figures
-in docs/what-if-checks.md.
+``megatron-hecate what-if TRACE --model NAME --cluster NAME --ranks N`` runs this. The time that
+steps lose to imbalance is predicted from recorded loads, under forced balance, stock expert
+parallelism, and FSSDP as it would plan. The assumptions are in docs/what-if.md, and the errors
+found against published figures in docs/what-if-checks.md.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
-import sys
+import math
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from megatron_hecate import files
 from megatron_hecate.device.compile import CompileError
+from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.tools.comparison import Comparison, compare
-from megatron_hecate.tools.outcome import Outcome
+from megatron_hecate.tools.presets import CLUSTERS, MODELS
 from megatron_hecate.tools.recommendation import describe_parts, flags_of
-from megatron_hecate.tools.recorded_run import RecordedRun
-from megatron_hecate.tools.simulated_job import SimulatedJob
-from megatron_hecate.tools.traffic import copies
-from megatron_hecate.tools.what_if_arguments import check_arguments, make_parser
+from megatron_hecate.tools.replay import Outcome, Replay, Way
+from megatron_hecate.tools.run import Run
+
+PROGRAM = "megatron-hecate what-if"
+# integers of at least 1, and what they are
+_POSITIVE = {
+    "--ranks": "ranks of the job (default: of a run folder)",
+    "--ep": "expert-parallel size (default: of a run folder, else the largest that fits)",
+    "--pp": "pipeline stages (default: of a run folder, else 1)",
+    "--vpp": "interleaved chunks per stage (default: of a run folder, else 1)",
+    "--per-node": "ranks per node, with a file from megatron-hecate measure (8)",
+    "--microbatches": "microbatches per step (default: of a run folder, else 8)",
+    "--micro-batch": "sequences per microbatch (default: tokens of a run folder, else 1 sequence)",
+    "--seq": "tokens of a sequence (default: the model's)",
+    "--steps": "most steps to replay, from the end of the trace (16)",
+}
 
 
-def _plan(job: SimulatedJob, way: Outcome) -> dict[int, list[list[float]]]:
-    """Count the replicas that FSSDP plans with ``way``.
+def make_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """Build the parser of the command line."""
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM,
+        usage=f"{PROGRAM} TRACE [--model NAME] [--cluster NAME] [--ranks N] [--ep N] "
+        "[--step-ms MS] [...]; --help lists all",
+        description=description,
+    )
+    add = parser.add_argument
+    add("trace", help="a run folder, or an .npz with counts or load")
+    add(
+        "--model",
+        help=f"{', '.join(MODELS)}; sizes may follow, as in olmoe,layers=8 (default: the sizes in "
+        "a run folder)",
+    )
+    add(
+        "--cluster",
+        help=f"{', '.join(CLUSTERS)}, or a file from megatron-hecate measure "
+        "(default: the speeds that a run folder holds)",
+    )
+    for flag, text in _POSITIVE.items():
+        add(flag, type=int, help=text, default={"--per-node": 8, "--steps": 16}.get(flag))
+    _add_step(parser)
+    add("--slots", default="1,2,4", help="replicas per rank and layer (%(default)s)")
+    add("--lifetime", default=",".join(LIFETIMES), help="lifetimes of replicas (%(default)s)")
+    add(
+        "--transport",
+        help="transports of replicas (default: nvlink,p2p; the one in use in a run with FSSDP)",
+    )
+    add(
+        "--save",
+        type=Path,
+        metavar="FILE.json",
+        help="write the figures, the recommendation, its flags and its replicas",
+    )
+    return parser
 
-    Returns:
-        By number of the layer in the trace: its most frequent replicas as [expert, rank, share of
-        steps], at most one per slot.
-    """
-    homes, _ = job.homes(way.slots, way.lifetime, way.rehome)
-    placed = job.place(homes, way.lifetime, way.transport)
-    final = placed
-    if way.late:
-        final = job.add_late(placed, way.late)
-    most = way.slots * placed[0][0].num_ranks
-    plan = {}
-    for number, steps in zip(job.layers, zip(*final, strict=True), strict=True):
-        often: Counter[tuple[int, int]] = Counter()
-        for step in steps:
-            often.update(tuple(pair) for pair in np.argwhere(copies(step)).tolist())
-        plan[number] = [[*pair, count / len(steps)] for pair, count in often.most_common(most)]
-    return plan
+
+def _add_step(parser: argparse.ArgumentParser) -> None:
+    """Add the properties of a step: dispatcher, overlap, optimizer, recomputation, time."""
+    add = parser.add_argument
+    add(
+        "--dispatcher",
+        choices=("alltoall", "flex"),
+        help="flex: a token is sent to a node once (default: of a run folder, else alltoall)",
+    )
+    add(
+        "--hidden-all-to-all",
+        type=float,
+        default=0.0,
+        help="share of every all-to-all that hides behind compute (%(default)s)",
+    )
+    add(
+        "--no-distributed-optimizer",
+        action="store_true",
+        help="every rank keeps the whole optimizer state of its experts; else ranks with the same "
+        "experts share it (default: of a run folder)",
+    )
+    add(
+        "--recompute",
+        action="store_true",
+        help="layers repeat their forward in the backward (default: of a run folder)",
+    )
+    add(
+        "--step-ms",
+        type=float,
+        help="measured time of a stock step, in milliseconds (default: of a run folder that "
+        "observed stock training of the same size)",
+    )
 
 
-def _rivals(names: str, job: SimulatedJob, slots: int) -> list[Outcome]:
-    """Simulate planners of bench/rivals on the same job.
+def check_arguments(args: argparse.Namespace) -> None:
+    """Validate the arguments that need no loads.
 
     Raises:
-        ValueError: for unknown names, and where the package is not in a checkout.
+        ValueError: if one is out of range; the message names flag, value and range.
     """
-    bench = Path(__file__).resolve().parents[2] / "bench"
-    if not (bench / "rivals").is_dir():
-        raise ValueError(
-            f"--rivals {names}: other systems' planners are not installed; run this in a checkout"
-        )
-    sys.path.append(str(bench))
-    return importlib.import_module("rivals.simulated").outcomes(names.split(","), job, slots)
+    for flag in _POSITIVE:
+        value = getattr(args, flag[2:].replace("-", "_"))
+        if value is not None and value < 1:
+            raise ValueError(f"{flag} must be at least 1, got {value}")
+    if args.step_ms is not None and not 0 < args.step_ms < math.inf:
+        raise ValueError(f"--step-ms must be above 0 and finite, got {args.step_ms}")
+    if not 0 <= args.hidden_all_to_all <= 1:
+        raise ValueError(f"--hidden-all-to-all must be from 0 to 1, got {args.hidden_all_to_all}")
+    if unknown := [name for name in args.lifetime.split(",") if name not in LIFETIMES]:
+        raise ValueError(f"--lifetime {','.join(unknown)}: there are {', '.join(LIFETIMES)}")
+    transports = (args.transport or "nvlink").split(",")
+    if unknown := [name for name in transports if name not in ("nvlink", "p2p")]:
+        raise ValueError(f"--transport {','.join(unknown)}: there are nvlink, p2p")
+    if not all(count.isdecimal() for count in args.slots.split(",")):
+        raise ValueError(f"--slots takes numbers, as in 1,2,4, got {args.slots!r}")
+    # Checked before a comparison that could not be saved.
+    if args.save and not (args.save.parent.is_dir() and not args.save.is_dir()):
+        raise ValueError(f"--save {args.save} must name a file in a folder that exists")
 
 
 def describe(outcomes: Sequence[Outcome]) -> str:
@@ -96,41 +166,52 @@ def main(argv: Sequence[str]) -> int:
     """Print the table and the recommendation; returns the exit status."""
     parser = make_parser(__doc__)
     flags = parser.parse_args(argv)
-    rivals: list[Outcome] = []
     try:
         check_arguments(flags)
-        run = RecordedRun.read(flags.trace)
-        found = compare(flags, run, show_progress=True)
-        if flags.rivals:
-            slots = max((one.slots for one in found.outcomes), default=0)
-            rivals = _rivals(flags.rivals, found.job, slots)
+        result = compare(flags, Run.read(flags.trace))
         if flags.save:
-            _save(flags, found, [*found.outcomes, *rivals])
+            _save(flags, result)
     except (ValueError, OSError, MemoryError, CompileError) as error:
         # One line, without the usage of a parser's error.
         text = str(error) or "there is not enough memory"
         parser.exit(2, f"{parser.prog}: error: {text}\n")
-    steps, layers = found.job.counts[found.job.first :].shape[:2]
+    steps, layers, _ = result.replay.loads.shape
     print(
-        f"{found.settings.header}; {steps} steps and {layers} layers of {flags.trace}\n\n"
-        f"{describe([*found.outcomes, *rivals])}\n\n"
-        f"{describe_parts(found.forced, found.stock, found.advice.considered)}\n\n"
-        f"{found.advice.text}"
+        f"{result.settings.header}; {steps} steps and {layers} layers of {flags.trace}\n\n"
+        f"{describe(result.outcomes)}\n\n"
+        f"{describe_parts(result.forced, result.stock, result.advice.considered)}\n\n"
+        f"{result.advice.text}"
     )
-    for note in found.notes:
+    for note in result.notes:
         print(f"note: {note}")
     return 0
 
 
-def _save(flags: argparse.Namespace, found: Comparison, outcomes: Sequence[Outcome]) -> None:
+def _save(flags: argparse.Namespace, result: Comparison) -> None:
     """Write the comparison to ``flags.save`` as JSON; see docs/what-if.md for its keys."""
-    best = found.advice.best
+    best = result.advice.best
     saved = dict(
-        recommendation=found.advice.text,
+        recommendation=result.advice.text,
         flags=best and f"--moe-fssdp {flags_of(best)}",
-        plan=best and _plan(found.job, best),
+        plan=best and _frequent_replicas(result.replay, best),
         arguments=vars(flags),
-        settings=dataclasses.asdict(found.settings),
-        outcomes=[dataclasses.asdict(one) for one in outcomes],
+        settings=dataclasses.asdict(result.settings),
+        outcomes=[dataclasses.asdict(one) for one in result.outcomes],
     )
     files.replace(flags.save, json.dumps(saved, default=str) + "\n")
+
+
+def _frequent_replicas(replay: Replay, way: Way) -> dict[int, list[list[float]]]:
+    """Count the replicas that FSSDP plans with ``way``.
+
+    Returns:
+        By number of the layer in the trace: its most frequent replicas as [expert, rank, share of
+        steps], at most one per slot.
+    """
+    most = way.slots * replay.settings.ep
+    frequent = {}
+    for number, steps in zip(replay.layers, zip(*replay.place(way), strict=True), strict=True):
+        often = Counter((expert, rank) for step in steps for expert, rank, _ in step.replicas)
+        counts = often.most_common(most)
+        frequent[number] = [[*pair, count / len(steps)] for pair, count in counts]
+    return frequent

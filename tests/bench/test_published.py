@@ -1,26 +1,17 @@
 """Predictions beside published figures: `bench/what_if.py` and `bench/workloads.py`.
 
-Oracles: the published figures, with the tolerance of each; a rival's plans against the same plans made another way.
+Oracles: the published figures, with the tolerance of each.
 What misses its tolerance stands in docs/what-if-checks.md and is not tested. No figure was fitted to a held-back row.
 """
 
 from __future__ import annotations
 
-import dataclasses
-
-import numpy as np
 import pytest
 from parts import rows
-from rivals import find_planners
-from rivals.planner import Setting
-from rivals.simulated import planned
 from what_if import PUBLISHED, SYSTEMS, forced_step, laer_predictions, main
 from workloads import NAMES, recount
 
-from megatron_hecate.plan import H100, World
 from megatron_hecate.tools.presets import CLUSTERS, MODELS, Model
-from megatron_hecate.tools.simulated_job import SimulatedJob
-from megatron_hecate.tools.step_model import PipelineSchedule, Timing
 
 pytestmark = pytest.mark.fast
 
@@ -55,54 +46,6 @@ def test_held_back_steps_of_bridge(name: str, cluster: str) -> None:
             assert forced_step(Model.named(name), CLUSTERS[cluster], **sizes) == pytest.approx(
                 measured, rel=0.1
             )
-
-
-@pytest.mark.parametrize(("name", "late"), [("hecate", 0), ("hecate-late-priced", 8)])
-def test_rivals_and_the_command_simulate_alike(name: str, late: int) -> None:
-    """Our planner as one of the rivals, and as ``--what-if`` calls it: the same work in every step and layer. Without
-    measured speeds late replicas stay inside nodes, as in training."""
-    world = World(node=(0, 0, 0, 0, 1, 1, 1, 1), speeds=H100)
-    model = Model.named("qwen3-30b-a3b,experts=16,layers=2")
-    share = np.random.default_rng(2).dirichlet(np.full(16, 0.5), size=2)
-    counts = np.random.default_rng(3).multinomial(
-        200_000, share[None, :, None].repeat(8, axis=2), size=(5, 2, 8)
-    )
-    counts[-1] = counts[-1, ..., ::-1]  # a jump
-    timing = Timing(dense=1e-3, pair=1e-9)
-    schedule = PipelineSchedule.even(2, 1, microbatches=1)
-    job = SimulatedJob(
-        model=model,
-        layers=(0, 1),
-        counts=counts,
-        first=1,
-        world=world,
-        timing=timing,
-        schedule=schedule,
-        measured=True,
-    )
-    setting = Setting(16, world=world, shape=job.shape("iteration"), slots=2)
-    placed = job.place(job.homes(2, "iteration", 0)[0], "iteration")
-    ours, theirs = job.work(placed, late=late), planned(find_planners()[name], counts, setting)
-    assert ours.out.any() and ours.late.any() == (late > 0)
-    for field in ("peak", "trip", "fetch", "back", "late", "routing", "computing", "out", "home"):
-        assert getattr(ours, field) == pytest.approx(getattr(theirs, field)[1:]), field
-    node = np.array(world.node)
-    near = dataclasses.replace(job, measured=False).add_late(placed, late)[-1]
-    for before, after in zip(placed[-1], near, strict=True):
-        expert, rank = np.nonzero(after.holders & ~before.holders)
-        assert (node[rank] == node[after.home[expert]]).all() and (late > 0) <= len(rank) <= late
-    homes = [[placement.homes_only for placement in step] for step in placed]
-    few = dataclasses.replace(
-        job, counts=counts // 40
-    )  # so few that replicas would not win their price four times
-    four = dataclasses.replace(
-        few, counts=4 * few.counts, schedule=dataclasses.replace(schedule, microbatches=4)
-    )
-    once, often = few.add_late(homes, late), four.add_late(homes, late)
-    assert [[p.fingerprint for p in step] for step in once] == [
-        [p.fingerprint for p in step] for step in often
-    ]
-    assert any(p.num_replicas for step in once for p in step) == (late > 0)
 
 
 def test_single_kernels() -> None:

@@ -15,6 +15,7 @@ import pytest
 import rivals
 from rivals import find_planners
 from rivals.clone import CloneInNode
+from rivals.copies import fan_out
 from rivals.eplb import EPLB, balanced_packing, replicate_experts
 from rivals.fastermoe import FasterMoE
 from rivals.fill import Fill
@@ -28,7 +29,7 @@ from rivals.smartmoe import SmartMoE
 from rivals.split import even_split, nearest_sources
 
 from megatron_hecate.plan import H100, LayerShape, Link, Placement, Speeds, World
-from megatron_hecate.tools.traffic import fan_out, token_traffic
+from megatron_hecate.tools.traffic import token_traffic
 
 UNIT = LayerShape(expert_bytes=1, grad_bytes=2, token_bytes=1, token_flops=1.0)
 ANY_NUMBER_OF_COPIES = {"fastermoe", "llep"}  # as their docstrings say

@@ -14,7 +14,7 @@ import pytest
 from pretraining import ROOT, losses, pretrain
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron_hecate.record.analysis import Figures
+from megatron_hecate.record.prices import PricedRecord
 from megatron_hecate.record.run_folder import read
 
 
@@ -134,6 +134,7 @@ def test_a_script_logs_what_was_routed(
             name
         )
         assert list(board[name]) == [1, 2, 3, 4, 5, 6], name
-    said = Figures(record)  # what the report says
-    won = said.lost_ms - said.left_ms if not observe else np.zeros(6)
+    # relief of the fullest rank, less the price of replicas
+    relief = token_ms * (routed - computed.max(axis=2))
+    won = (relief - PricedRecord(record).price_ms).sum(axis=1)
     assert list(board["fssdp/ms_recovered"].values()) == pytest.approx(won.tolist(), rel=1e-5)

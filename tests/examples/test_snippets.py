@@ -10,7 +10,6 @@ import contextlib
 import inspect
 import io
 import itertools
-import json
 import os
 import re
 import runpy
@@ -47,7 +46,7 @@ BLOCKS = {
     "docs/operate.md": "launchers",
     "docs/report.md": "commands",
     "docs/scale.md": "tests/faults/test_watchdog.py tests/faults/test_watchdog.py",
-    "docs/what-if.md": "commands files",
+    "docs/what-if.md": "commands files drawing",
     "tests/README.md": "commands commands",
     "docs/gpu.md": "commands commands",
     "docs/recipes.md": "commands",

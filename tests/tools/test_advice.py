@@ -25,8 +25,9 @@ from megatron_hecate.__main__ import COMMANDS, main
 from megatron_hecate.record.run_folder import read
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
 from megatron_hecate.tools import report
-from megatron_hecate.tools.outcome import PARTS, Outcome
 from megatron_hecate.tools.recommendation import recommend
+from megatron_hecate.tools.replay import Outcome
+from megatron_hecate.tools.step_model import PARTS
 
 pytestmark = pytest.mark.fast
 
@@ -55,7 +56,7 @@ def _outcomes(*seconds: float, **parts: float) -> list[Outcome]:
     memory = ExpertMemory(
         weights=1, grads=1, optimizer=1, replica_weights=0, replica_grads=0, transport=0
     )
-    bare = dict(lifetime="iteration", imbalance=1.0, exposed=0.0, sent=0.0, late=0)
+    bare = dict(imbalance=1.0, parts=dict.fromkeys(PARTS, 0.0))
     found = []
     for slots, time in zip((0, 0, 1), seconds, strict=True):
         found.append(Outcome(name="way", slots=slots, seconds=time, memory=memory, **bare))
@@ -154,9 +155,9 @@ def test_what_a_trace_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     bare = _observed(tmp_path / "bare", shape={}, speeds={}, memory={})
     (tmp_path / "empty").mkdir()
     for name, right in (
-        ("typo", "typo does not exist"),
-        ("empty", "--model NAME is needed: EMPTY is no run folder"),
-        ("bare", "--model NAME is needed: the record in BARE holds no sizes"),
+        ("typo", "typo holds no loads (it does not exist)"),
+        ("empty", "EMPTY holds no record of a run"),
+        ("bare", "--model NAME is needed: BARE holds no sizes"),
     ):
         with pytest.raises(SystemExit):
             main(["what-if", str(tmp_path / name)])
@@ -195,7 +196,10 @@ def test_the_page_gives_the_reason_why_it_has_no_times(tmp_path: Path) -> None:
     held = recorded.arrays(SIZE, fssdp=False)
     held["load"][:, 1] = 0
     verdict = _page(recorded.write(tmp_path / "idle", SIZE, held=held))["verdict"]
-    assert "some in every step and layer" in verdict["text"] and "--model" not in verdict["command"]
+    assert (
+        "no step with tokens in every layer" in verdict["text"]
+        and "--model" not in verdict["command"]
+    )
     verdict = _page(_observed(tmp_path / "bare", shape={}, speeds={}, memory={}))["verdict"]
     assert "the record holds no sizes or no speeds" in verdict["text"]
     names = {"MODEL": "olmoe,experts=16,layers=2", "CLUSTER": "h100x8", "RANKS": "4", "MS": "9000"}

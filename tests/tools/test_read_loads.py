@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
-from megatron_hecate.tools.recorded_loads import read_loads
+from megatron_hecate.tools.run import Run
 
 pytestmark = pytest.mark.fast
 
@@ -18,7 +17,7 @@ pytestmark = pytest.mark.fast
 def test_kinds_of_traces(tmp_path: Path) -> None:
     load = np.arange(1, 25).reshape(2, 3, 4)
     np.savez(tmp_path / "sums.npz", load=load)
-    assert (read_loads(tmp_path / "sums.npz")[:, :, 0] == load).all()
+    assert (Run.read(tmp_path / "sums.npz").record.load == load).all()
     info = RunInfo(
         mode="observe",
         layers=("layer 1", "layer 2", "layer 3"),
@@ -30,39 +29,32 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
     for iteration, loads in enumerate(load):
         writer.append(iteration, load=loads)
     writer.close()
-    assert (read_loads(tmp_path / "run")[:, :, 0] == load).all()
-    olmoe = {
-        "counts": {"model": {"a": {"0": [1, 2], "7": [3, 4]}, "b": {"0": [5, 6], "7": [7, 8]}}}
-    }
-    (tmp_path / "olmoe.json").write_text(json.dumps(olmoe))
-    assert read_loads(tmp_path / "olmoe.json").tolist() == [[[[6, 8]], [[10, 12]]]]
+    assert (Run.read(tmp_path / "run").record.load == load).all()
+    counts = np.stack([load, 2 * load], axis=2)
+    np.savez(tmp_path / "sources.npz", counts=counts)
+    assert (Run.read(tmp_path / "sources.npz").record.load == 3 * load).all()
 
 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"other": np.ones(3)}, "holds no loads ('load is not a file"),
-        ({"counts": np.ones((2, 2))}, "loads are float64 of shape (2, 2)"),
-        (
-            {"counts": -np.ones((1, 1, 1, 2))},
-            "loads must be 0 or more, and some in every step and layer",
-        ),
-        (
-            {"load": np.zeros((1, 1, 2))},
-            "give a folder of --moe-fssdp-record, an .npz",
-        ),
+        ({"other": np.ones(3)}, "holds no loads (it has no array counts or load, but other)"),
+        ({"counts": np.ones((2, 2))}, "counts is float64 of shape (2, 2)"),
+        ({"counts": -np.ones((1, 1, 1, 2))}, "counts must be from 0 to 1,099,511,627,776"),
+        ({"load": np.full((1, 1, 2), np.nan)}, "load must be from 0 to 1,099,511,627,776"),
+        ({"load": np.zeros((0, 1, 2))}, "give a folder of --moe-fssdp-record, or an .npz"),
     ],
 )
 def test_bad_traces(arrays: dict, message: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "bad.npz", **arrays)
     with pytest.raises(ValueError) as error:
-        read_loads(tmp_path / "bad.npz")
+        Run.read(tmp_path / "bad.npz")
     assert message in str(error.value)
     with pytest.raises(ValueError, match=r"missing\.npz holds no loads \(it does not exist"):
-        read_loads(tmp_path / "missing.npz")
+        Run.read(tmp_path / "missing.npz")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no record of a run"):
-        read_loads(tmp_path / "empty")
+        Run.read(tmp_path / "empty")
 
 
 def test_a_changed_trace_is_named(tmp_path: Path) -> None:
@@ -74,7 +66,7 @@ def test_a_changed_trace_is_named(tmp_path: Path) -> None:
     for at in range(len(right)):
         path.write_bytes(right[:at] + bytes([right[at] ^ 0x55]) + right[at + 1 :])
         try:
-            read_loads(path)
+            Run.read(path)
         except ValueError as error:
             assert str(error).startswith(f"{path} holds no loads (")
             refused += 1
@@ -85,4 +77,7 @@ def test_loads_of_many_sources(tmp_path: Path) -> None:
     """More bytes than a segment of a record may have."""
     counts = np.ones((40, 16, 64, 256), np.int64)
     np.savez_compressed(tmp_path / "many.npz", counts=counts)
-    assert counts.nbytes > 64 << 20 and (read_loads(tmp_path / "many.npz") == counts).all()
+    assert (
+        counts.nbytes > 64 << 20
+        and (Run.read(tmp_path / "many.npz").record.load == counts.sum(axis=2)).all()
+    )

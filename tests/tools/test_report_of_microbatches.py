@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import recorded
 
-from megatron_hecate.tools.report_content import Run
+from megatron_hecate.tools.report_content import Report
 
 pytestmark = pytest.mark.fast
 SIZE = recorded.Size()
@@ -28,12 +28,12 @@ def test_lost_and_remaining_time_are_those_of_single_microbatches(tmp_path: Path
         computed_peak=held["rank_load"].max(axis=2) + computed,
     )
     summed, single = (
-        Run.read(recorded.write(tmp_path / name, SIZE, held={**held, **more}))
+        Report.read(recorded.write(tmp_path / name, SIZE, held={**held, **more}))
         for name, more in (("summed", {}), ("single", peaks))
     )
     # Forward, and a backward of twice as much.
     token_ms = 1e3 * 3 * recorded.SHAPE["token_flops"] / recorded.SPEEDS["flops"]
-    before, after = summed.modelled, single.modelled
+    before, after = summed.prediction, single.prediction
     for t in range(SIZE.num):
         lost = before.lost_ms[t] + sum(routed[t].tolist()) * token_ms
         left = before.left_ms[t] + sum(computed[t].tolist()) * token_ms
@@ -42,8 +42,8 @@ def test_lost_and_remaining_time_are_those_of_single_microbatches(tmp_path: Path
         for layer in range(SIZE.layers):
             mean = sum(by_rank[t, layer].tolist()) / SIZE.ranks
             ratio = peaks["computed_peak"][t, layer] / mean
-            assert single.figures.waits_computed[t, layer] == pytest.approx(ratio, rel=1e-6)
-            assert summed.figures.waits_computed[t, layer] < ratio
+            assert single.run.waits_computed[t, layer] == pytest.approx(ratio, rel=1e-6)
+            assert summed.run.waits_computed[t, layer] < ratio
 
 
 def test_without_microbatches_as_computed_both_sides_are_of_the_iteration(tmp_path: Path) -> None:
@@ -52,6 +52,6 @@ def test_without_microbatches_as_computed_both_sides_are_of_the_iteration(tmp_pa
     held["replica"][:] = -1
     by_rank = held["load"].reshape(SIZE.num, SIZE.layers, SIZE.ranks, -1).sum(axis=3)
     held |= dict(rank_load=by_rank, peak=by_rank.max(axis=2) + 100)
-    run = Run.read(recorded.write(tmp_path / "run", SIZE, held=held))
-    assert run.modelled.lost_ms == pytest.approx(run.modelled.left_ms, rel=1e-9)
-    assert (run.figures.waits == run.figures.waits_computed).all()
+    report = Report.read(recorded.write(tmp_path / "run", SIZE, held=held))
+    assert report.prediction.lost_ms == pytest.approx(report.prediction.left_ms, rel=1e-9)
+    assert (report.run.waits == report.run.waits_computed).all()

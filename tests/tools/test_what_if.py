@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +25,9 @@ from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
 from megatron_hecate.tools import what_if
-from megatron_hecate.tools.outcome import Outcome
 from megatron_hecate.tools.recommendation import recommend
+from megatron_hecate.tools.replay import Outcome
+from megatron_hecate.tools.step_model import PARTS
 
 pytestmark = pytest.mark.fast
 
@@ -60,11 +60,7 @@ def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, capsys: pytest.Capt
     best = next(
         w for w in ways if (w["slots"], w["lifetime"]) == (settings.slots, settings.lifetime)
     )
-    assert (
-        best["seconds"] < 0.9 * stock["seconds"]
-        and forced["seconds"] < stock["seconds"]
-        and len(ways) == 18
-    )
+    assert best["seconds"] < 0.9 * stock["seconds"] and forced["seconds"] < stock["seconds"]
     assert best["imbalance"] < 1.1 and stock["imbalance"] == pytest.approx(
         8 * (30 + 1) / 45, rel=0.02
     )
@@ -89,18 +85,6 @@ def chosen(flags: str) -> HecateConfig:
     )
 
 
-def jumping(path: Path) -> str:
-    """Another expert is hot in every step, and every other one changes: no forecast helps."""
-    share = np.ones((8, 1, 16))
-    share[np.arange(8), :, [0, 9, 3, 12, 6, 15, 1, 10]] = 30
-    share /= share.sum(axis=2, keepdims=True)
-    np.savez(
-        path,
-        counts=np.random.default_rng(1).multinomial(40_000, share[:, :, None].repeat(8, axis=2)),
-    )
-    return str(path)
-
-
 def test_the_saved_plan_names_the_replicas(tmp_path: Path) -> None:
     """Oracle: the trace. One expert is hot in all steps, and its home is rank 0: other ranks hold it most often."""
     path = tmp_path / "plan.json"
@@ -120,7 +104,7 @@ def test_the_saved_plan_names_the_replicas(tmp_path: Path) -> None:
     )
     saved = json.loads(path.read_text())
     assert saved["flags"].startswith("--moe-fssdp --moe-fssdp-slots 1 --moe-fssdp-lifetime ")
-    assert chosen(saved["flags"]).slots == 1 and chosen(saved["flags"]).late_replicas == 0
+    assert chosen(saved["flags"]).slots == 1
     assert list(saved["plan"]) == ["0", "1"]
     for replicas in saved["plan"].values():
         experts, ranks, shares = zip(*replicas, strict=True)
@@ -134,71 +118,13 @@ def test_the_saved_plan_names_the_replicas(tmp_path: Path) -> None:
     assert best["memory"]["replica_weights"] > 0
 
 
-def test_late_replicas_correct_what_no_forecast_knows(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """They level loads that jump, are waited for, and stand in the flags; where loads are steady they win nothing, and
-    then they are not recommended."""
-    path = tmp_path / "plan.json"
-    late = (
-        "--late-replicas",
-        "0,16",
-        "--slots",
-        "2",
-        "--lifetime",
-        "iteration",
-        "--transport",
-        "nvlink",
-        "--save",
-        str(path),
-    )
-    assert main(["--what-if", jumping(tmp_path / "jumps.npz"), *BASE, *late]) == 0
-    saved = json.loads(path.read_text())
-    none, some = saved["outcomes"][2:4]
-    assert none["imbalance"] > 1.5 > 1.1 > some["imbalance"] and some["exposed"] > 0
-    assert some["seconds"] < 0.9 * none["seconds"] and (none["late"], some["late"]) == (0, 16)
-    assert (
-        chosen(saved["flags"]).late_replicas == 16
-        and "2 slots, iteration, 16 late" in capsys.readouterr().out
-    )
-
-    assert main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE, *late]) == 0
-    assert chosen(json.loads(path.read_text())["flags"]).late_replicas == 0
-
-
-def test_asking_for_late_replicas_is_not_free(tmp_path: Path) -> None:
-    """Balanced loads: nothing is copied; 4 layers exchange their loads once per step, or in each of 8 microbatches."""
-    path = tmp_path / "plan.json"
-    late = (
-        "--late-replicas",
-        "0,16",
-        "--slots",
-        "1",
-        "--lifetime",
-        "iteration,microbatch",
-        "--transport",
-        "nvlink",
-        "--save",
-        str(path),
-    )
-    assert main(["--what-if", skewed(tmp_path / "flat.npz", hot=1), *BASE, *late]) == 0
-    none, some, bare, often = (
-        way["seconds"] for way in json.loads(path.read_text())["outcomes"][2:]
-    )
-    # In a group of 8 ranks: 14 us to count, 20 for quotas, 13 + 18 to reroute, 30 for the rest.
-    routing = 95e-6
-    assert some - none == pytest.approx(4 * routing) and often - bare == pytest.approx(
-        8 * 4 * routing
-    )
-
-
 def some_outcomes(*seconds: float) -> list[Outcome]:
     """Forced balance, stock and ways of FSSDP, the last with memory for replicas."""
     memory = ExpertMemory(
         weights=10, grads=20, optimizer=60, replica_weights=0, replica_grads=0, transport=0
     )
     with_replicas = dataclasses.replace(memory, replica_weights=10, replica_grads=20)
-    figures = dict(lifetime="iteration", imbalance=1.0, exposed=0.0, sent=0.0, late=0)
+    figures = dict(imbalance=1.0, parts=dict.fromkeys(PARTS, 0.0))
     return [
         Outcome(
             name=f"way {i}",
@@ -212,134 +138,13 @@ def some_outcomes(*seconds: float) -> list[Outcome]:
     ]
 
 
-def test_of_ways_alike_the_one_without_late_replicas_is_recommended() -> None:
-    memory = ExpertMemory(
-        weights=10, grads=20, optimizer=60, replica_weights=1, replica_grads=2, transport=0
-    )
-    ways = [
-        ("forced", 0, 0, 1.0),
-        ("stock", 0, 0, 2.0),
-        ("late", 1, 8, 1.1),
-        ("early", 1, 0, 1.101),
-    ]
-    figures = dict(lifetime="iteration", imbalance=1.0, exposed=0.0, sent=0.0, memory=memory)
-    outcomes = [
-        Outcome(name=name, slots=s, late=late, seconds=t, **figures) for name, s, late, t in ways
-    ]
-    assert recommend(outcomes, 0.0).best.name == "early"
-    assert (
-        recommend([*outcomes[:3], dataclasses.replace(outcomes[3], seconds=1.2)], 0.0).best.name
-        == "late"
-    )
-
-
-def test_homes_that_move_spare_copies(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """The experts of half of the ranks stay hot: with one on every rank no replica is needed. Where loads are even
-    nothing moves, and the same figures come out."""
-    path = tmp_path / "plan.json"
-    counts = np.full((8, 2, 8, 16), 400)
-    counts[..., :8] = 8000
-    np.savez(tmp_path / "block.npz", counts=counts)
-    ways = ("--rehome", "0,1000", "--slots", "1", "--lifetime", "iteration", "--save", str(path))
-    ways += ("--transport", "nvlink")
-    assert main(["--what-if", str(tmp_path / "block.npz"), *BASE, *ways]) == 0
-    saved = json.loads(path.read_text())
-    stay, move = saved["outcomes"][2:]
-    assert (
-        move["imbalance"] == pytest.approx(1.0, abs=1e-3)
-        and move["seconds"] < 0.99 * stay["seconds"]
-    )
-    assert move["sent"] == 0 < stay["sent"]
-    assert chosen(saved["flags"]).rehome == 1000 and "homes every 1000" in capsys.readouterr().out
-
-    assert main(["--what-if", skewed(tmp_path / "flat.npz", hot=1), *BASE, *ways]) == 0
-    stay, move = json.loads(path.read_text())["outcomes"][2:]
-    assert stay["seconds"] == move["seconds"]
-
-
 def test_long_names_keep_the_columns() -> None:
     """Oracle: where the rows' figures end."""
     memory = ExpertMemory(1, 1, 1, 0, 0, 0)
-    of = dict(
-        slots=1,
-        lifetime="layer",
-        late=0,
-        seconds=1.0,
-        imbalance=1.0,
-        exposed=0.0,
-        sent=0.0,
-        memory=memory,
-    )
-    names = ("forced balance", "stock", "FSSDP, 4 slots, microbatch, 64 late, homes every 100")
+    of = dict(seconds=1.0, imbalance=1.0, memory=memory)
+    names = ("forced balance", "stock", "FSSDP, 1,000 slots, microbatch, nvlink, and more")
     head, *rows = what_if.describe([Outcome(name=name, **of) for name in names]).splitlines()[:4]
     assert {row.rindex(" (") for row in rows} == {len(head)}
-
-
-def test_rivals_stand_in_the_table(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Oracles: what the command itself says of stock and of forced balance; and that loads which never change are level
-    for planners that know them from the steps before."""
-    path = tmp_path / "plan.json"
-    base = (*BASE, "--slots", "1", "--microbatches", "4", "--save", str(path))
-    base += ("--transport", "nvlink")
-    names = "ep,forced,eplb,flexmoe,laer,smartmoe"
-    assert main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *base, "--rivals", names]) == 0
-    forced, stock, *_ = rows = json.loads(path.read_text())["outcomes"]
-    rivals = {row["name"].split(",")[0]: row for row in rows[5:]}
-    assert list(rivals) == names.split(",") and "laer, 1 slot " in capsys.readouterr().out
-    for name, known in (("ep", stock), ("forced", forced)):
-        assert rivals[name]["seconds"] == pytest.approx(known["seconds"], rel=2e-3)
-        assert rivals[name]["memory"] == known["memory"]
-    for name in ("eplb", "flexmoe", "laer"):
-        assert rivals[name]["imbalance"] < 0.6 * stock["imbalance"], name
-    assert rivals["laer"]["sent"] > rivals["flexmoe"]["sent"] > 0 == rivals["smartmoe"]["exposed"]
-    assert (
-        rivals["eplb"]["memory"]["optimizer"] == stock["memory"]["optimizer"] * 3 / 2
-    )  # 2 homes, and 1 that stays
-
-
-def test_planners_after_the_gate_copy_in_every_microbatch(tmp_path: Path) -> None:
-    """Twice as many microbatches of the same size wait twice as long, and send twice as much."""
-    found, path = [], tmp_path / "plan.json"
-    for count in ("4", "8"):
-        base = (
-            *BASE,
-            "--slots",
-            "1",
-            "--lifetime",
-            "iteration",
-            "--microbatches",
-            count,
-            "--save",
-            str(path),
-        )
-        assert (
-            main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *base, "--rivals", "llep"])
-            == 0
-        )
-        found.append(json.loads(path.read_text())["outcomes"][-1])
-    assert (
-        found[1]["exposed"] == pytest.approx(2 * found[0]["exposed"], rel=1e-3)
-        and found[0]["exposed"] > 0
-    )
-    assert found[1]["sent"] == pytest.approx(2 * found[0]["sent"], rel=1e-3)
-
-
-def test_rivals_need_a_checkout(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    trace = skewed(tmp_path / "hot.npz", hot=3)
-    for where, names, message in (
-        (what_if.__file__, "eplb,best", "--rivals best: there are algorithm1, "),
-        (
-            str(tmp_path / "a" / "b" / "what_if.py"),
-            "eplb",
-            "--rivals eplb: other systems' planners are not installed",
-        ),
-    ):
-        monkeypatch.setattr(what_if, "__file__", where)
-        with pytest.raises(SystemExit):
-            main(["--what-if", trace, *BASE, "--rivals", names])
-        assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("stages", [[], ["--pp", "2"], ["--pp", "2", "--vpp", "2"]])
@@ -490,7 +295,9 @@ def test_ranks_without_an_expert_parallel_size_are_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["--what-if", skewed(tmp_path / "a.npz", hot=3), *BASE[:-4], "--ranks", "63"])
-    assert "take 56 or 64 ranks of a stage, or --ep 1" in " ".join(capsys.readouterr().err.split())
+    assert "divides 63 ranks of a stage and 16 experts; take other --ranks, or --ep 1" in " ".join(
+        capsys.readouterr().err.split()
+    )
 
 
 def test_a_run_folder_tells_ranks_and_what_is_guessed(
@@ -553,7 +360,7 @@ def test_a_run_folder_tells_ranks_and_what_is_guessed(
             ["--pp", "2", "--vpp", "2", "--microbatches", "3"],
             "that divides --microbatches, got 2, 3",
         ),
-        (["--late-replicas", "few"], "--late-replicas takes numbers, as in 1,2,4, got 'few'"),
+        (["--late-replicas", "8"], "unrecognized arguments: --late-replicas 8"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
         (["--lifetime", "week"], "--lifetime week: there are iteration, microbatch, layer"),
         (["--slots", "two"], "--slots takes numbers, as in 1,2,4, got 'two'"),
@@ -609,7 +416,8 @@ def test_the_parts_of_a_gain_are_those_of_steps_without_the_others(tmp_path: Pat
         on_links[0]["parts"]["expert compute"], rel=1e-3
     )
     assert real[0]["parts"]["all-to-all"] > 0 == pytest.approx(way["parts"]["all-to-all"], abs=1e-6)
-    assert real[2]["parts"]["copies and routing"] < 0 < real[2]["parts"]["messages saved"]
+    assert real[2]["parts"]["copies and routing"] < 0
+    assert real[2]["parts"]["all-to-all"] > real[0]["parts"]["all-to-all"]
     assert way["parts"]["copies and routing"] == pytest.approx(0.0, abs=1e-6)
 
 
@@ -617,13 +425,13 @@ def test_p2p_sends_every_copy_from_the_home(tmp_path: Path, capsys: pytest.Captu
     """One hot expert, a copy on each of the 7 other ranks: 7 chunks leave its home with p2p, about one with nvlink."""
     save = tmp_path / "saved.json"
     trace = skewed(tmp_path / "hot.npz", hot=30)
-    command = [*BASE, "--slots", "1", "--lifetime", "layer", "--save", str(save)]
+    # few tokens, whose attention hides little
+    command = [*BASE, "--slots", "1", "--lifetime", "layer", "--seq", "512", "--save", str(save)]
     assert main(["--what-if", trace, *command]) == 0
     nvlink, p2p = json.loads(save.read_text())["outcomes"][2:]
     assert (nvlink["transport"], p2p["transport"]) == ("nvlink", "p2p")
     assert p2p["exposed"] > 2 * nvlink["exposed"] > 0
-    text = capsys.readouterr().out
-    assert "FSSDP, 1 slot, layer, p2p" in text and "; transport nvlink, with p2p " in text
+    assert "FSSDP, 1 slot, layer, p2p" in capsys.readouterr().out
 
 
 def test_slots_that_stay_empty_are_not_recommended(
@@ -632,12 +440,13 @@ def test_slots_that_stay_empty_are_not_recommended(
     """A rank has no home of 14 of 16 experts, and one hot expert needs one slot."""
     trace = skewed(tmp_path / "hot.npz", hot=1000)
     command = [*BASE, "--lifetime", "iteration", "--transport", "nvlink"]
-    assert main(["--what-if", trace, *command, "--slots", "200"]) == 0
+    assert main(["--what-if", trace, *command, "--slots", "1,200"]) == 0
     text = capsys.readouterr().out
-    assert "--slots 200 is simulated as 14" in text
-    enough = text.split("a rank never holds more than ")[1].split()[0]
-    assert int(enough) < 14
-    assert f"switch it on, --moe-fssdp-slots {enough} " in text
+    slots = [int(count) for count in re.findall(r"^FSSDP, (\d+) slot", text, re.MULTILINE)]
+    assert all(count < 14 for count in slots), text
+    assert ("more slots stay empty" in text) == (len(slots) < 2)
+    advised = re.search(r"switch it on, --moe-fssdp-slots (\d+) ", text)
+    assert int(advised[1]) in slots
 
 
 def test_microbatches_that_differ_cost_more_than_their_sum(
@@ -676,28 +485,3 @@ def test_microbatches_that_differ_cost_more_than_their_sum(
     seconds = 2 * 4 * (each - 1) * 4096 * 2 * 3 * 2 * elements / H100.flops
     assert forced["parts"]["expert compute"] == pytest.approx(seconds, rel=1e-2)
     assert 1 < way["imbalance"] < stock["imbalance"]
-
-
-@pytest.mark.slow
-def test_processes_of_a_console_script(tmp_path: Path) -> None:
-    """As pip writes such a script. Oracle: the same comparison in one process."""
-    script = tmp_path / "megatron-hecate"
-    script.write_text(
-        "import sys\nfrom megatron_hecate.__main__ import main\n"
-        "if __name__ == '__main__':\n    sys.exit(main(sys.argv[1:]))\n"
-    )
-    trace = skewed(tmp_path / "hot.npz", hot=30)
-    found = []
-    for processes in ("1", "2"):
-        save = tmp_path / f"{processes}.json"
-        command = ["--what-if", trace, *BASE, "--processes", processes, "--save", str(save)]
-        ran = subprocess.run(
-            [sys.executable, str(script), *command],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        )
-        assert "switch it on" in ran.stdout
-        found.append(json.loads(save.read_text())["outcomes"])
-    assert found[0] == found[1] and len(found[0]) == 20

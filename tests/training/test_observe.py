@@ -85,10 +85,10 @@ def _count(chunks: list) -> list:
 def _check_simulated(folder: str, layer: Any) -> None:
     """The record is enough to simulate the job: its settings are those of the model that trained."""
     from megatron_hecate.tools.job_settings import JobSettings
-    from megatron_hecate.tools.recorded_run import RecordedRun
-    from megatron_hecate.tools.what_if_arguments import make_parser
+    from megatron_hecate.tools.run import Run
+    from megatron_hecate.tools.what_if import make_parser
 
-    run = RecordedRun.read(folder)
+    run = Run.read(folder)
     settings = JobSettings.resolve(make_parser("").parse_args([folder]), run)
     config = layer.config
     model = settings.model
@@ -96,12 +96,11 @@ def _check_simulated(folder: str, layer: Any) -> None:
     assert abs(model.expert_elements / params - 1) < 0.01
     assert (model.layers, model.experts) == (2, config.num_moe_experts)
     assert (model.top_k, model.hidden) == (config.moe_router_topk, config.hidden_size)
-    layout = settings.layout
-    assert (layout.ranks, layout.ep, layout.pp) == (2, run.ep, 1)
-    assert settings.step_ms == run.step_ms > 0 and not settings.notes
+    assert (settings.ranks, settings.ep, settings.pp) == (2, run.info.ranks, 1)
+    assert settings.step_ms == run.stock_step_ms > 0 and not settings.notes
     # Every token of a microbatch is routed to k experts, unless some are dropped.
     if config.moe_expert_capacity_factor is None:
-        pairs = settings.tokens * layout.microbatches * run.ep * model.top_k
+        pairs = settings.tokens * settings.microbatches * run.info.ranks * model.top_k
         assert pairs == run.record.load[0, 0].sum()
 
 

@@ -42,8 +42,8 @@ def test_a_record_knows_where_homes_were() -> None:
     import numpy as np
     import tiny_gpt
 
-    from megatron_hecate.record.analysis import Figures
     from megatron_hecate.record.run_folder import read
+    from megatron_hecate.tools.run import Run
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
@@ -54,7 +54,7 @@ def test_a_record_knows_where_homes_were() -> None:
     monitor.recorder.stage.close()
     torch.distributed.barrier()
     record = read(folder)
-    figures = Figures(record)
+    figures = Run(record)
     built = np.repeat(np.arange(2), 4)
     assert (figures.home[:3] == built).all() and len(record.load) == 8
     for layer, module in enumerate(tiny_gpt.moe_layers(run.chunks)):

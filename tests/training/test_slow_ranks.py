@@ -45,8 +45,8 @@ def test_slow_and_hot_ranks_are_told_apart(slow: bool, hot: bool) -> None:
     import torch.distributed as dist
 
     from megatron_hecate.faults.watchdog import here
-    from megatron_hecate.record.analysis import Figures
     from megatron_hecate.record.run_folder import read
+    from megatron_hecate.tools.run import Run
 
     folder = os.environ["TEST_FOLDER"] + "/run"
     settings = {} if hot else {"moe_router_force_load_balancing": True}
@@ -64,7 +64,7 @@ def test_slow_and_hot_ranks_are_told_apart(slow: bool, hot: bool) -> None:
     tiny_gpt.moe_layers(trained.chunks)[0].router.observer.stage.close()
     dist.barrier()
     record = read(folder)
-    (found,) = Figures(record).rank_speeds.values()
+    (found,) = Run(record).rank_speeds.values()
     assert [speed.is_slow for speed in found] == [slow and rank == SLOW for rank in range(4)], found
     if dist.get_rank() == 0:
         print(f"{slow=} {hot=}: {[(f'{s.pace:.2f}', f'{s.load:.2f}', s.verdict) for s in found]}")
@@ -89,8 +89,8 @@ def test_a_slow_rank_beside_replicas() -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.record.analysis import Figures
     from megatron_hecate.record.run_folder import read
+    from megatron_hecate.tools.run import Run
 
     folder = os.environ["TEST_FOLDER"] + "/run"
     case = tiny_gpt.Case(skew=3.0)
@@ -110,6 +110,6 @@ def test_a_slow_rank_beside_replicas() -> None:
     assert trained.replicas > 0
     tiny_gpt.moe_layers(trained.chunks)[0].prefetcher.monitor.recorder.stage.close()
     dist.barrier()
-    (found,) = Figures(read(folder)).rank_speeds.values()
+    (found,) = Run(read(folder)).rank_speeds.values()
     assert [speed.is_slow for speed in found] == [False, True], found
     assert not any(speed.is_hot for speed in found), found

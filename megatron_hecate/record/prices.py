@@ -1,0 +1,202 @@
+"""Price of the replicas in a record: copies, hidden or not, routing, computing beside tokens.
+
+Replicas are counted. Copies and the windows that hide them are measured where the record holds
+them, and otherwise from `plan`'s cost model, with the sizes and speeds in the record.
+Letters in shapes: T iterations, L layers, N ranks, E experts, S slots.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Link, Placement, Speeds, World
+from megatron_hecate.plan.replicas import problem_of
+from megatron_hecate.plan.search import cost_beside_load
+from megatron_hecate.record.run_folder import RunInfo, RunRecord
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """Cost model from the recorded sizes and speeds.
+
+    Args:
+        shape: sizes of a layer.
+        world: ranks, nodes and speeds.
+        copy: cost of copies with nothing hidden.
+    """
+
+    shape: LayerShape
+    world: World
+    copy: CopyCost
+
+    @classmethod
+    def of(cls, info: RunInfo) -> Costs | None:
+        """Build the cost model of a run; ``None`` if the record has no sizes or no speeds."""
+        if not (info.shape and info.speeds):
+            return None
+        links = {name: Link(**info.speeds[name]) for name in ("intra", "inter")}
+        shape = LayerShape(**info.shape)
+        world = World(info.node, Speeds(**{**info.speeds, **links}))
+        scatters = info.transport == "nvlink"
+        return cls(shape, world, dataclasses.replace(shape.copy_cost(world), scatters=scatters))
+
+    @property
+    def token_ms(self) -> float:
+        """Milliseconds of one token in one expert, forward and backward."""
+        return 1e3 * self.shape.token_seconds(self.world)
+
+    @property
+    def routing_ms(self) -> float:
+        """Milliseconds per iteration that routing to replicas adds to a layer."""
+        return 1e3 * self.world.speeds.routing * self.shape.microbatches
+
+    @property
+    def computing_ms(self) -> float:
+        """Milliseconds per iteration that a rank takes for each replica, beside its tokens."""
+        return 1e3 * self.shape.expert_seconds(self.world) * self.shape.microbatches
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PricedRecord:
+    """Record with the price of its replicas.
+
+    Args:
+        record: record of the run, all stages together.
+
+    Raises:
+        ValueError: when experts cannot be split over ranks evenly.
+    """
+
+    record: RunRecord
+
+    @cached_property
+    def costs(self) -> Costs | None:
+        """Cost model; ``None`` if the record has no sizes or speeds, and all milliseconds are 0."""
+        return Costs.of(self.record.info)
+
+    @cached_property
+    def homes(self) -> Placement:
+        """Original homes of the experts of every layer, as built by Megatron."""
+        info = self.record.info
+        num_slots = 0 if self.record.replica is None else info.slots
+        return Placement.initial(self.record.load.shape[2], info.ranks, num_slots=num_slots)
+
+    @cached_property
+    def home(self) -> np.ndarray:
+        """Rank of each expert's home, [T, L, E]."""
+        if self.record.home is not None:
+            return self.record.home
+        return np.broadcast_to(self.homes.home, self.record.load.shape)
+
+    @cached_property
+    def replicas(self) -> np.ndarray:
+        """Replicas on each rank, [T, L, N]."""
+        replica = self.record.replica
+        if replica is None:
+            return np.zeros((*self.record.load.shape[:2], self.record.info.ranks), np.int64)
+        return (replica != EMPTY).sum(axis=3)
+
+    @cached_property
+    def most_copies(self) -> np.ndarray:
+        """Replicas that one rank receives or sends, maximum over ranks, [T, L]."""
+        replica = self.record.replica
+        sent = np.zeros_like(self.replicas)
+        if replica is not None:
+            iteration, layer, _ = np.nonzero(replica.reshape(*replica.shape[:2], -1) != EMPTY)
+            sender = self.home[iteration, layer, replica[replica != EMPTY]]
+            np.add.at(sent, (iteration, layer, sender), 1)
+        return np.maximum(sent, self.replicas).max(axis=2)
+
+    @cached_property
+    def _both_ways_ms(self) -> np.ndarray:
+        """Time of fetches and of returns, hidden or not, [2, T, L] ms.
+
+        Derived from the measured time of a copy where there is one, otherwise from the cost model.
+        Both are the times of the busiest link.
+        """
+        times_ms = np.zeros((2, *self.record.load.shape[:2]))
+        replica = self.record.replica
+        if self.costs is None or replica is None:
+            return times_ms
+        shape = self.costs.shape
+        # A measured copy is one of weights; a gradient has another size.
+        times = np.array([shape.fetches, shape.returns * shape.grad_bytes / shape.expert_bytes])
+        copy = self.record.copy
+        if copy is None:
+            times_ms += np.nan
+        else:
+            times_ms += 1e3 * times[:, None, None] * copy * self.most_copies
+        # Most placements recur, so each is modelled once.
+        modelled: dict[bytes, float] = {}
+        for index in zip(*np.nonzero(np.isnan(times_ms[0])), strict=True):
+            slots = np.ascontiguousarray(replica[index], dtype=np.int64)
+            home = self.home[index]
+            key = slots.tobytes() + home.tobytes()
+            if key not in modelled:
+                modelled[key] = self._modelled_copy_ms(self.costs, slots, home)
+            out = self.costs.copy.out
+            times_ms[(slice(None), *index)] = modelled[key] * out, modelled[key] * (1 - out)
+        return times_ms
+
+    def _modelled_copy_ms(self, costs: Costs, slots: np.ndarray, home: np.ndarray) -> float:
+        """Return the modelled time of all copies of one placement, ms.
+
+        Args:
+            costs: cost model.
+            slots: experts in replica slots, [N, S].
+            home: rank of each expert's home, [E].
+        """
+        # Copies alone: routing, computing and tokens that cross nodes have no cost here.
+        copies_alone = dataclasses.replace(costs.copy, routing=0.0, computing=0.0, crossing=0.0)
+        homes = self.homes
+        if self.record.home is not None:
+            homes = homes.with_homes(np.argsort(home, kind="stable"))
+        problem = problem_of(homes, costs.world, copies_alone)
+        homes_per_rank = self.homes.slots_per_rank - slots.shape[1]
+        table = np.hstack([homes.table[:, :homes_per_rank], slots])
+        no_load = np.zeros(self.homes.num_experts)
+        return cost_beside_load(no_load, problem, table)[1] * costs.token_ms
+
+    @property
+    def copying_ms(self) -> np.ndarray:
+        """Time of fetches and returns together, hidden or not, [T, L] ms."""
+        return self._both_ways_ms.sum(axis=0)
+
+    @cached_property
+    def hidden_ms(self) -> np.ndarray:
+        """Part of `copying_ms` that compute hides, [T, L] ms.
+
+        Its upper bound is the time from attention to experts, measured or else modelled.
+        """
+        if self.costs is None:
+            return self.copying_ms
+        shape = self.costs.shape
+        seconds: Any = shape.hidden_seconds
+        window = self.record.window
+        if window is not None:
+            seconds = np.where(np.isnan(window), shape.hidden_seconds, window)
+        times = np.array([shape.fetches, shape.returns])[:, None, None]
+        return np.minimum(self._both_ways_ms, 1e3 * times * seconds).sum(axis=0)
+
+    @cached_property
+    def price_ms(self) -> np.ndarray:
+        """Cost of replicas, [T, L] ms.
+
+        Sum of copies on the critical path, the compute time that hidden copies take by contention,
+        routing, and computing beside tokens.
+        """
+        if self.costs is None:
+            return self.copying_ms
+        # Share of a copy's measured time in which it transfers, and does not wait for its peer.
+        transfers: Any = 1.0
+        if self.record.copy is not None:
+            modelled = self.costs.shape.fetch_seconds(self.costs.world)
+            transfers = np.fmin(modelled / self.record.copy, 1)
+        exposed = self.copying_ms - self.hidden_ms
+        contention = self.costs.copy.contention * transfers * self.hidden_ms
+        fixed = self.costs.routing_ms * self.replicas.any(axis=2)
+        return exposed + contention + fixed + self.costs.computing_ms * self.replicas.max(axis=2)
