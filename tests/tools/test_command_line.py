@@ -152,7 +152,7 @@ def test_rules_about_our_flags(check: Any, judged: Any) -> None:
         ("-- script.py --moe-fssdp", "there is no --num-experts among Megatron's arguments, and FSSDP"),
         ("-- run_recipe.py --recipe x model.num_moe_experts=8", "--settings FILE; it does not know --recipe"),
         ("-- script.py @arguments.txt", "--settings FILE; it does not know @arguments.txt"),
-        ("-- script.py --num-experts 8 --moe-fssdp-slot 2", "does not exist; did you mean --moe-fssdp-slots?"),
+        ("-- script.py --num-experts 8 --moe-fssdp-slot 2", "megatron-hecate run --help lists the flags"),
         ("-- script.py --yaml-cfg none.yaml", "Megatron cannot read the arguments: [Errno 2] No such file"),
     ],
 )  # fmt: skip
