@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from megatron_hecate.plan import compile_planner
 from megatron_hecate.tools.job_settings import JobSettings
 from megatron_hecate.tools.recommendation import ERROR, Advice, recommend
-from megatron_hecate.tools.replay import Outcome, Replay, Way
+from megatron_hecate.tools.replay import Outcome, Replay, Setup
 from megatron_hecate.tools.run import Run
 
 # Measured over modelled time outside experts, from which on one of them is probably wrong.
@@ -20,11 +20,11 @@ FAR: float = 4.0
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Comparison:
-    """Outcomes of all ways, and the advice.
+    """Outcomes of all setups, and the advice.
 
     Args:
         replay: replayed job, whose settings have the time of a step that was used.
-        outcomes: forced balance, stock, FSSDP's ways.
+        outcomes: forced balance, stock, FSSDP's setups.
         advice: recommendation with its reason.
         notes: contradictions and doubts.
     """
@@ -56,7 +56,7 @@ class Comparison:
 
 
 def compare(flags: argparse.Namespace, run: Run) -> Comparison:
-    """Predict all ways of the command line.
+    """Predict all setups of the command line.
 
     Args:
         flags: parsed command line of `what_if`.
@@ -70,13 +70,13 @@ def compare(flags: argparse.Namespace, run: Run) -> Comparison:
     compile_planner(lambda: print(text, file=sys.stderr, flush=True))
     settings = replay.settings
     # More slots than experts without a home on the rank cannot be filled.
-    most = settings.model.experts - settings.model.experts // settings.ep
-    slots = {min(int(count), most) for count in flags.slots.split(",")} - {0}
+    capacity = settings.model.experts - settings.model.experts // settings.ep
+    slots = {min(int(count), capacity) for count in flags.slots.split(",")} - {0}
     transports = (flags.transport or "nvlink,p2p").split(",")
     if flags.transport is None and run.info.transport in ("nvlink", "p2p"):
         transports = [run.info.transport]
     asked = [
-        Way(transport=transport, slots=count, lifetime=lifetime)
+        Setup(transport=transport, slots=count, lifetime=lifetime)
         for transport, count, lifetime in itertools.product(
             transports, sorted(slots), flags.lifetime.split(",")
         )

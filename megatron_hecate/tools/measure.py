@@ -206,16 +206,33 @@ def _ring(node: tuple[int, ...], *, same_node: bool) -> list[int]:
         same_node: whether peers are those of this rank's node.
     """
     rank = dist.get_rank()
+    nodes = [[peer for peer, k in enumerate(node) if k == one] for one in dict.fromkeys(node)]
+    neighbours = next(ranks for ranks in nodes if rank in ranks)
     if same_node:
-        return [peer for peer in range(len(node)) if node[peer] == node[rank]]
-    local_index = sum(node[peer] == node[rank] for peer in range(rank))
-    seen: Counter[int] = Counter()
-    ring = []
-    for peer, peer_node in enumerate(node):
-        if seen[peer_node] == local_index:
-            ring.append(peer)
-        seen[peer_node] += 1
-    return ring
+        return neighbours
+    local_index = neighbours.index(rank)
+    return [ranks[local_index] for ranks in nodes if local_index < len(ranks)]
+
+
+def _post(ring: Sequence[int], device: torch.device, size: int) -> Callable[[], list[dist.Work]]:
+    """Prepare a message of ``size`` bytes from every rank of ``ring`` to the next.
+
+    Returns:
+        Function that posts this rank's send and receive.
+    """
+    index = ring.index(dist.get_rank())
+    out = torch.ones(size, dtype=torch.uint8, device=device)
+    into = torch.empty_like(out)
+    ahead, behind = ring[(index + 1) % len(ring)], ring[index - 1]
+    return lambda: dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, out, ahead), dist.P2POp(dist.irecv, into, behind)]
+    )
+
+
+def _wait(works: Sequence[dist.Work]) -> None:
+    """Wait for all posted messages."""
+    for work in works:
+        work.wait()
 
 
 def _link(world: World, device: torch.device, *, same_node: bool) -> Link | None:
@@ -233,23 +250,9 @@ def _link(world: World, device: torch.device, *, same_node: bool) -> Link | None
     # All ranks leave together if any ring has one rank: the minimum length, as -max(-length).
     if _slowest(-len(ring)) > -2:
         return None
-    at = ring.index(dist.get_rank())
-    ahead = ring[(at + 1) % len(ring)]
-    behind = ring[at - 1]
-
-    def exchange(size: int) -> Callable[[], None]:
-        out = torch.ones(size, dtype=torch.uint8, device=device)
-        into = torch.empty_like(out)
-
-        def run() -> None:
-            ops = [dist.P2POp(dist.isend, out, ahead), dist.P2POp(dist.irecv, into, behind)]
-            for work in dist.batch_isend_irecv(ops):
-                work.wait()
-
-        return run
-
-    latency = _time(exchange(8), device)
-    seconds = _time(exchange(CHUNK), device)
+    few, many = (_post(ring, device, size) for size in (8, CHUNK))
+    latency = _time(lambda: _wait(few()), device)
+    seconds = _time(lambda: _wait(many()), device)
     return Link(bandwidth=CHUNK / max(seconds - latency, 1e-9), latency=latency)
 
 
@@ -261,27 +264,14 @@ def _contention(world: World, device: torch.device) -> float:
     # Long enough to overlap the whole exchange on either device.
     scale = 16 if device.type == "cuda" else 2
     x = torch.randn(scale * GEMM[0], scale * GEMM[1], device=device)
-    ahead = (dist.get_rank() + 1) % world.num_ranks
-    behind = (dist.get_rank() - 1) % world.num_ranks
-    out = torch.ones(CHUNK, dtype=torch.uint8, device=device)
-    into = torch.empty_like(out)
-
-    def post() -> list[dist.Work]:
-        return dist.batch_isend_irecv(
-            [dist.P2POp(dist.isend, out, ahead), dist.P2POp(dist.irecv, into, behind)]
-        )
-
-    def exchange() -> None:
-        for work in post():
-            work.wait()
+    post = _post(range(world.num_ranks), device, CHUNK)
 
     def overlapped() -> None:
         works = post()
         x @ x
-        for work in works:
-            work.wait()
+        _wait(works)
 
-    exchange_seconds = _time(exchange, device)
+    exchange_seconds = _time(lambda: _wait(post()), device)
     gemm_seconds = _time(lambda: x @ x, device)
     extra = _time(overlapped, device) - max(exchange_seconds, gemm_seconds)
     return min(1.0, max(0.0, extra / exchange_seconds))

@@ -6,14 +6,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from megatron_hecate.tools.replay import Outcome, Way
+from megatron_hecate.tools.replay import Outcome, Setup
 from megatron_hecate.tools.step_model import ALL_TO_ALL, EXPERT_COMPUTE, PARTS
 
 # share of a step: a smaller gain is within the error of the simulation
 WORTH: float = 0.03
 # largest relative error of a modelled step: see docs/what-if-checks.md
 ERROR: float = 0.45
-# share of a step: among ways whose steps differ by less, the one with least memory is recommended
+# share of a step: among setups whose steps differ by less, the one with least memory is recommended
 ALIKE: float = 0.005
 
 # Smallest and largest time of experts' GEMMs over the assumed time, as measured by NVIDIA on
@@ -26,8 +26,8 @@ class Advice:
     """Recommendation with its reason.
 
     Args:
-        best: recommended way; ``None`` for stock, or without a verdict.
-        considered: way that was compared with stock; ``None`` without one.
+        best: recommended setup; ``None`` for stock, or without a verdict.
+        considered: setup that was compared with stock; ``None`` without one.
         verdict: ``yes``, ``no`` or ``unknown``.
         text: sentence with the reason.
     """
@@ -54,13 +54,13 @@ def recommend(
         measured_speeds: whether the speeds of experts and links were measured.
     """
     forced, stock = outcomes[:2]
-    ways = outcomes[2:]
-    obstacle = _obstacle(stock, ways, capacity)
+    setups = outcomes[2:]
+    obstacle = _obstacle(stock, setups, capacity)
     if obstacle:
         return _stay(obstacle)
-    fits = [way for way in ways if way.memory.total < (capacity or math.inf)]
+    fits = [setup for setup in setups if setup.memory.total < (capacity or math.inf)]
     # The transport named first is the one that FSSDP uses; others are for comparison.
-    candidates = [way for way in fits if way.transport == ways[0].transport] or fits
+    candidates = [setup for setup in fits if setup.transport == setups[0].transport] or fits
     # Smallest modelled gain whose range begins at `WORTH`: see `share_range`.
     enough = WORTH * (1 + error) / (1 + WORTH * error)
     best = _smallest_of_fastest(candidates, within=(1 - enough) * stock.seconds)
@@ -80,22 +80,22 @@ def recommend(
     return Advice(best=best, considered=best, verdict="yes", text=text)
 
 
-def _obstacle(stock: Outcome, ways: Sequence[Outcome], capacity: float) -> str:
-    """Return why none of ``ways`` can run on ranks with ``capacity`` bytes; empty if one can."""
-    most = capacity or math.inf
-    if not ways:
+def _obstacle(stock: Outcome, setups: Sequence[Outcome], capacity: float) -> str:
+    """Return why none of ``setups`` can run on ranks with ``capacity`` bytes; empty if one can."""
+    limit = capacity or math.inf
+    if not setups:
         return "do not switch it on: there are no slots, or experts are not spread over ranks"
-    if stock.memory.total >= most:
+    if stock.memory.total >= limit:
         return (
             f"stock itself does not fit: its experts take {stock.memory.total / 2**30:.1f} of "
-            f"{most / 2**30:.0f} GiB of a rank; spread them over more expert-parallel ranks (--ep) "
-            "or pipeline stages (--pp)"
+            f"{limit / 2**30:.0f} GiB of a rank; spread them over more expert-parallel ranks "
+            "(--ep) or pipeline stages (--pp)"
         )
-    least = min(way.memory.total for way in ways)
-    if least >= most:
+    least = min(setup.memory.total for setup in setups)
+    if least >= limit:
         return (
             f"do not switch it on: experts with replicas take {least / 2**30:.1f} of "
-            f"{most / 2**30:.0f} GiB of a rank, without {stock.memory.total / 2**30:.1f}; "
+            f"{limit / 2**30:.0f} GiB of a rank, without {stock.memory.total / 2**30:.1f}; "
             "simulate fewer --slots, or --lifetime layer"
         )
     return ""
@@ -164,11 +164,11 @@ def share_text(gain: float, error: float) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def describe_parts(forced: Outcome, stock: Outcome, way: Outcome | None) -> str:
-    """Format what imbalance costs, and what ``way`` gains, by parts of a stock step."""
+def describe_parts(forced: Outcome, stock: Outcome, setup: Outcome | None) -> str:
+    """Format what imbalance costs, and what ``setup`` gains, by parts of a stock step."""
     columns = [("imbalance costs", forced)]
-    if way is not None:
-        columns.append(("FSSDP wins", way))
+    if setup is not None:
+        columns.append(("FSSDP wins", setup))
     rows = [(name, [one.parts[name] for _, one in columns]) for name in PARTS]
     rows.append(("together", [stock.seconds - one.seconds for _, one in columns]))
     lines = [f"{'share of a stock step':<22}" + "".join(f"{head:>17}" for head, _ in columns)]
@@ -179,21 +179,21 @@ def describe_parts(forced: Outcome, stock: Outcome, way: Outcome | None) -> str:
     return "\n".join(lines)
 
 
-def _smallest_of_fastest(ways: Sequence[Outcome], *, within: float) -> Outcome:
-    """Choose the way with least memory among the ways that are about as fast as the fastest.
+def _smallest_of_fastest(setups: Sequence[Outcome], *, within: float) -> Outcome:
+    """Choose the setup with least memory among the setups that are about as fast as the fastest.
 
-    If the fastest takes at most ``within`` seconds, so does the chosen way.
+    If the fastest takes at most ``within`` seconds, so does the chosen setup.
     """
-    fastest = min(way.seconds for way in ways)
-    near = [way for way in ways if way.seconds <= (1 + ALIKE) * fastest]
+    fastest = min(setup.seconds for setup in setups)
+    near = [setup for setup in setups if setup.seconds <= (1 + ALIKE) * fastest]
     if fastest <= within:
-        near = [way for way in near if way.seconds <= within]
-    return min(near, key=lambda way: (way.memory.total, way.seconds))
+        near = [setup for setup in near if setup.seconds <= within]
+    return min(near, key=lambda setup: (setup.memory.total, setup.seconds))
 
 
-def flags_of(way: Way) -> str:
-    """Format the flags that select ``way``; ``nvlink`` is chosen by a self-test."""
-    flags = f"--moe-fssdp-slots {way.slots} --moe-fssdp-lifetime {way.lifetime}"
-    if way.transport == "p2p":
+def flags_of(setup: Setup) -> str:
+    """Format the flags that select ``setup``; ``nvlink`` is chosen by a self-test."""
+    flags = f"--moe-fssdp-slots {setup.slots} --moe-fssdp-lifetime {setup.lifetime}"
+    if setup.transport == "p2p":
         flags += " --moe-fssdp-transport p2p"
     return flags

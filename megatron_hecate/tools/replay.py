@@ -26,7 +26,7 @@ from megatron_hecate.tools.run import Run
 from megatron_hecate.tools.step_model import Prediction, StepModel
 from megatron_hecate.tools.work import Group, Work
 
-# layers times steps times ranks squared: bound on the planning work of one way
+# layers times steps times ranks squared: bound on the planning work of one setup
 EFFORT: float = 4e6
 # Steps before the counted ones that the forecast sees; older steps have no measurable weight.
 HISTORY: int = 64
@@ -35,8 +35,8 @@ DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.float8_e4m3fn}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Way:
-    """Way to train; forced balance and stock have no slots.
+class Setup:
+    """Setup to train; forced balance and stock have no slots.
 
     Args:
         slots: replica slots per rank and layer.
@@ -50,21 +50,21 @@ class Way:
 
     @property
     def label(self) -> str:
-        """Label of FSSDP's way in the table."""
+        """Label of FSSDP's setup in the table."""
         slots = f"{self.slots} slot{'s' * (self.slots > 1)}"
         return f"FSSDP, {slots}, {self.lifetime}, {self.transport}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome(Way):
-    """Way to train with its result; means over steps.
+class Outcome(Setup):
+    """Setup to train with its result; means over steps.
 
     Args:
         name: label in the table.
         seconds: time of a step.
         imbalance: load of the fullest rank over the mean, averaged over steps and layers.
         memory: memory of a rank's experts.
-        parts: seconds per step that the way gains over stock, by name of `PARTS`; below 0 if it
+        parts: seconds per step that the setup gains over stock, by name of `PARTS`; below 0 if it
             loses. Their sum is stock's time less ``seconds``.
         exposed: seconds of a step in which a stage waits for copies.
         sent: bytes of copies that a rank sends in a step.
@@ -126,9 +126,9 @@ class Replay:
         if len(loads) == 1:
             loads = np.repeat(loads, 3, axis=0)
         # layers times steps
-        most = EFFORT / max(settings.ep, 64) ** 2
-        steps = min(steps, len(loads) - 1, max(1, int(most / 2)))
-        num_layers = min(loads.shape[1], max(2, int(most / steps)))
+        budget = EFFORT / max(settings.ep, 64) ** 2
+        steps = min(steps, len(loads) - 1, max(1, int(budget / 2)))
+        num_layers = min(loads.shape[1], max(2, int(budget / steps)))
         layers = np.linspace(0, loads.shape[1] - 1, num_layers).round().astype(int)
         loads = loads[-steps - HISTORY :, layers]
         pairs = settings.tokens * settings.model.top_k * settings.microbatches * settings.ep
@@ -181,18 +181,18 @@ class Replay:
         fullest = self.rank_loads.max(axis=2) + self.excess * self.rank_loads.mean(axis=2)
         return self.group().work_of_ranks(self.rank_loads, fullest=fullest)
 
-    def place(self, way: Way) -> list[list[Placement]]:
+    def place(self, setup: Setup) -> list[list[Placement]]:
         """Plan replicas as FSSDP does, from its forecast.
 
         Returns:
             Placements by counted step and layer.
         """
-        group = self.group(way.lifetime)
+        group = self.group(setup.lifetime)
         hidden = group.shape.hidden_seconds / group.shape.fetch_seconds(group.world)
-        scatters = way.transport != P2P.name
+        scatters = setup.transport != P2P.name
         cost = group.shape.copy_cost(group.world, hidden=hidden, scatters=scatters)
         homes = Placement.initial(
-            self.settings.model.experts, self.settings.ep, num_slots=way.slots
+            self.settings.model.experts, self.settings.ep, num_slots=setup.slots
         )
         history = LoadHistory()
         placed = []
@@ -209,7 +209,7 @@ class Replay:
             history.append(loads)
         return placed[self.first :]
 
-    def memory(self, way: Way) -> ExpertMemory:
+    def memory(self, setup: Setup) -> ExpertMemory:
         """Estimate the memory of a rank's experts on the first stage.
 
         The first stage keeps most microbatches in flight.
@@ -217,12 +217,12 @@ class Replay:
         settings = self.settings
         model = settings.model
         buffer = LayerBuffer(
-            slots=way.slots,
+            slots=setup.slots,
             elements=model.expert_elements,
             dtype=DTYPES.get(model.weight_bytes, torch.bfloat16),
             homes=model.experts // settings.ep,
         )
-        if way.transport == P2P.name:
+        if setup.transport == P2P.name:
             transport_bytes = P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer])
         else:
             of_nodes = list(Counter(settings.world.node).values())
@@ -236,18 +236,18 @@ class Replay:
             in_flight=-(-num_layers // settings.vpp) * passes,
             transport_bytes=transport_bytes,
         )
-        memory = ExpertMemory.estimate(experts, way.lifetime)
+        memory = ExpertMemory.estimate(experts, setup.lifetime)
         return dataclasses.replace(memory, optimizer=memory.optimizer // settings.optimizer_shards)
 
     def references(self) -> list[Outcome]:
         """Predict forced balance and stock."""
         works = {"forced balance": self.forced, "stock": self.stock}
-        return [self._outcome(name, Way(), work) for name, work in works.items()]
+        return [self._outcome(name, Setup(), work) for name, work in works.items()]
 
-    def predict(self, way: Way) -> Outcome:
-        """Predict FSSDP with the settings of ``way``; slots that no plan fills are left out."""
-        group = self.group(way.lifetime)
-        work, prices = group.work_of_placements(self.loads, self.place(way), way.transport)
+    def predict(self, setup: Setup) -> Outcome:
+        """Predict FSSDP with the settings of ``setup``; slots that no plan fills are left out."""
+        group = self.group(setup.lifetime)
+        work, prices = group.work_of_placements(self.loads, self.place(setup), setup.transport)
         # Quotas are computed in every microbatch, so replicas remove the same share of its
         # imbalance as they remove of the step's.
         mean = self.forced.peak
@@ -260,23 +260,23 @@ class Replay:
         exposed_ms = (prices.copying_ms - prices.hidden_ms).mean(axis=0)
         columns = [list(stage) for stage in self.model.stages]
         used = int(prices.replicas.max())
-        way = dataclasses.replace(way, slots=min(way.slots, max(1, used)))
+        setup = dataclasses.replace(setup, slots=min(setup.slots, max(1, used)))
         return dataclasses.replace(
-            self._outcome(way.label, way, work),
+            self._outcome(setup.label, setup, work),
             exposed=max(exposed_ms[stage].sum() for stage in columns) / 1e3,
             sent=float(prices.replicas.mean()) * copy_bytes * layers_of_rank,
             used=used,
         )
 
-    def _outcome(self, name: str, way: Way, work: Work) -> Outcome:
+    def _outcome(self, name: str, setup: Setup, work: Work) -> Outcome:
         """Predict steps with ``work``."""
         prediction = Prediction(model=self.model, forced=self.forced, stock=self.stock, run=work)
         return Outcome(
-            **dataclasses.asdict(way),
+            **dataclasses.asdict(setup),
             name=name,
             seconds=float(prediction.run_ms.mean()) / 1e3,
             imbalance=float(work.peak.mean() / self.forced.peak.mean()),
-            memory=self.memory(way),
+            memory=self.memory(setup),
             parts={part: won / 1e3 for part, (_, won) in prediction.parts_ms().items()},
         )
 

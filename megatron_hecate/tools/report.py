@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_hecate import files
-from megatron_hecate.tools.report_content import COLUMNS, Report, as_csv, content
+from megatron_hecate.tools.report_content import COLUMNS, Report, as_csv, page_content
 
 PAGE = Path(__file__).with_name("page")
 # files that replace their names in the template
@@ -67,12 +67,12 @@ def main(argv: Sequence[str]) -> int:
     obstacles: list[str] = []
     try:
         runs = [Report.read(one) for one in flags.run_dirs]
-        found = content(runs[-1], runs[0] if len(runs) > 1 else None)
-        _write_page(found, out)
-        lines += _summary(found)
+        content = page_content(runs[-1], runs[0] if len(runs) > 1 else None)
+        _write_page(content, out)
+        lines += _summary(content)
         lines.append(f"The page is {out} ({out.stat().st_size / 1e6:.1f} MB).")
         if flags.export is not None:
-            _export(found, flags.export)
+            _export(content, flags.export)
     except PermissionError as error:
         obstacles.append(f"no report: {error}; name files that you can write, with --out FILE")
     except (ValueError, OSError, MemoryError) as error:
@@ -109,16 +109,16 @@ def write(folder: Path, out: Path) -> list[str]:
         ValueError: for a folder without a record, or a record that cannot be read.
         OSError: when ``out`` cannot be written.
     """
-    found = content(Report.read(folder))
-    _write_page(found, out)
-    return _summary(found)
+    content = page_content(Report.read(folder))
+    _write_page(content, out)
+    return _summary(content)
 
 
-def _summary(found: dict[str, Any]) -> list[str]:
+def _summary(content: dict[str, Any]) -> list[str]:
     """Return the verdict, the sentences of the page, and the next command."""
-    verdict = found["verdict"]
-    lines = [verdict["text"], verdict["reason"], *found["words"]]
-    if (compared := found["compared"]) is not None:
+    verdict = content["verdict"]
+    lines = [verdict["text"], verdict["reason"], *content["words"]]
+    if (compared := content["compared"]) is not None:
         return [*lines, "", *_table(compared["heads"], compared["rows"])]
     return [*lines, verdict["purpose"], f"    {verdict['command']}"]
 
@@ -133,22 +133,22 @@ def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     ]
 
 
-def _write_page(found: dict[str, Any], out: Path) -> None:
+def _write_page(content: dict[str, Any], out: Path) -> None:
     """Write the page with its data to ``out``."""
     page = (PAGE / "page.html").read_text("utf-8")
     for name in PARTS:
         page = page.replace(f"/*{name}*/", (PAGE / name).read_text("utf-8"))
-    found = {**found, "columns": COLUMNS}
+    content = {**content, "columns": COLUMNS}
     # "<" is escaped so that no name in the data can close the script element.
-    data = json.dumps(found, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     files.replace(out, page.replace("/*data*/", data))
 
 
-def _export(found: dict[str, Any], path: Path) -> None:
+def _export(content: dict[str, Any], path: Path) -> None:
     """Write figures to ``path``: of layers as CSV, or all but the pictures as JSON."""
     if path.suffix == ".csv":
-        files.replace(path, as_csv(found))
+        files.replace(path, as_csv(content))
         return
     pictures = ("loads", "spread", "hot")
-    kept = {name: value for name, value in found.items() if name not in pictures}
+    kept = {name: value for name, value in content.items() if name not in pictures}
     files.replace(path, json.dumps({**kept, "columns": COLUMNS}, indent=1) + "\n")

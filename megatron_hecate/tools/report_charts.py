@@ -56,10 +56,10 @@ def lines(run: Run, prediction: Prediction | None, groups: Sequence[_Group]) -> 
 
 def _mean(values: np.ndarray) -> float | None:
     """Average the known values of a group; ``None`` without any."""
-    known = values[~np.isnan(values)]
-    if not len(known):
+    numbers = values[~np.isnan(values)]
+    if not len(numbers):
         return None
-    return short(known.mean())
+    return short(numbers.mean())
 
 
 def _step_series(run: Run, prediction: Prediction) -> list[_Series]:

@@ -152,7 +152,7 @@ def predict_run(settings: JobSettings, run: Run) -> Prediction:
     )
 
 
-def content(report: Report, other: Report | None = None) -> dict[str, Any]:
+def page_content(report: Report, other: Report | None = None) -> dict[str, Any]:
     """Build all content of the page.
 
     Args:
@@ -236,9 +236,9 @@ def _parts(report: Report) -> dict[str, Any]:
     """
     comparison = report.comparison
     if comparison is not None:
-        way = comparison.advice.considered
+        setup = comparison.advice.considered
         rows = [
-            [name, short(1e3 * lost), short(1e3 * way.parts[name]) if way else 0.0]
+            [name, short(1e3 * lost), short(1e3 * setup.parts[name]) if setup else 0.0]
             for name, lost in comparison.forced.parts.items()
         ]
         steps = len(comparison.replay.loads)
@@ -317,12 +317,12 @@ def _compared(report: Report, other: Report) -> dict[str, Any]:
     return {"heads": list(rows[0]), "rows": [list(row.values()) for row in rows], "layers": layers}
 
 
-def as_csv(found: Mapping[str, Any]) -> str:
+def as_csv(content: Mapping[str, Any]) -> str:
     """Format the rows of layers as CSV."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["layer", *COLUMNS])
-    rows: Sequence[Sequence[Any]] = found["layers"]
-    for name, row in zip(found["info"]["layers"], rows, strict=True):
+    rows: Sequence[Sequence[Any]] = content["layers"]
+    for name, row in zip(content["info"]["layers"], rows, strict=True):
         writer.writerow([name, *row])
     return text.getvalue()

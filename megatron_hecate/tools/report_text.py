@@ -45,28 +45,28 @@ class Verdict:
     purpose: str
 
 
-def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = "") -> Verdict:
+def verdict_on_stock(comparison: Comparison | None, folder: Path, *, obstacle: str = "") -> Verdict:
     """Judge an observed run.
 
     Args:
-        found: comparison of FSSDP's settings; ``None`` if the record is not enough for it.
+        comparison: comparison of FSSDP's settings; ``None`` if the record is not enough for it.
         folder: folder of the run.
         obstacle: why there is no comparison.
     """
     what_if = f"megatron-hecate what-if {shlex.quote(str(folder))}"
-    if found is None:
+    if comparison is None:
         command = what_if
         purpose = "Simulate other settings:"
         if obstacle == NO_SIZES:
             command += " --model NAME --cluster NAME --ranks N --step-ms MS"
             purpose = "Name the model and the machine:"
         return _no_verdict(obstacle, command=command, purpose=purpose)
-    advice = found.advice
+    advice = comparison.advice
     reason = f"As what-if says: {advice.text}."
-    way = advice.considered
-    if way is None:
+    setup = advice.considered
+    if setup is None:
         text = "Do not switch FSSDP on: the experts do not fit into a rank's memory."
-        if found.settings.ep == 1:
+        if comparison.settings.ep == 1:
             text = "Do not switch FSSDP on: one rank holds all experts, so there is nothing to win."
         return Verdict(
             kind="neutral",
@@ -75,14 +75,14 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
             command=what_if,
             purpose=f"Try other layouts with what-if ({LAYOUT}):",
         )
-    share = _share_of_step(found, way)
+    share = _share_of_step(comparison, setup)
     if advice.verdict == "yes":
         return Verdict(
             kind="won",
             text=f"Switch FSSDP on: it would save {share}.",
             reason=reason,
             command=(
-                f"torchrun ... -m megatron_hecate --moe-fssdp {flags_of(way)} "
+                f"torchrun ... -m megatron_hecate --moe-fssdp {flags_of(setup)} "
                 f"--moe-fssdp-record {shlex.quote(f'{folder}-fssdp')} SCRIPT ..."
             ),
             purpose="Train with it, then compare both records with megatron-hecate report:",
@@ -104,15 +104,15 @@ def verdict_on_stock(found: Comparison | None, folder: Path, *, obstacle: str = 
     )
 
 
-def _share_of_step(found: Comparison, way: Outcome) -> str:
-    """Format the range of the share of a stock step that ``way`` saves."""
-    gain = 1 - way.seconds / found.stock.seconds
-    if found.settings.step_ms is None:
-        low, high = share_range(gain, found.error)
-    elif found.settings.measured:
+def _share_of_step(comparison: Comparison, setup: Outcome) -> str:
+    """Format the range of the share of a stock step that ``setup`` saves."""
+    gain = 1 - setup.seconds / comparison.stock.seconds
+    if comparison.settings.step_ms is None:
+        low, high = share_range(gain, comparison.error)
+    elif comparison.settings.measured:
         low, high = gain, gain
     else:
-        compute = way.parts[EXPERT_COMPUTE] / found.stock.seconds
+        compute = setup.parts[EXPERT_COMPUTE] / comparison.stock.seconds
         low, high = expert_range(gain, compute)
     return f"{100 * low:.1f} to {100 * high:.1f} % of a step"
 
@@ -187,31 +187,31 @@ def sentences(run: Run, mean: Mapping[str, float]) -> list[str]:
         f"{count(record.info.ranks, 'rank')} on {count(nodes, 'node')}. "
         f"FSSDP was {'off' if run.observed else 'on'}."
     )
-    found = [about, _imbalance_text(run, mean)]
+    texts = [about, _imbalance_text(run, mean)]
     if run.fullest is record.peak:
-        found.append("Loads of the fullest rank are those of each microbatch.")
+        texts.append("Loads of the fullest rank are those of each microbatch.")
     if not run.observed:
-        found.append(_copies_text(run))
-    return found + _speed_texts(run)
+        texts.append(_copies_text(run))
+    return texts + _speed_texts(run)
 
 
 def _speed_texts(run: Run) -> list[str]:
     """Name slow ranks, and hot ranks where FSSDP was off; empty if experts were not timed."""
-    found: list[str] = []
+    texts: list[str] = []
     for stage, speeds in run.rank_speeds.items():
         of_stage = f" of stage {stage}" if len(run.rank_speeds) > 1 else ""
         shown = [speed for speed in speeds if speed.is_slow or (speed.is_hot and run.observed)]
         shown.sort(key=lambda speed: (not speed.is_slow, -speed.pace))
         for speed in shown[:RANKS]:
             text = speed.describe(f"rank {speed.rank}{of_stage}")
-            found.append(f"{text[0].upper()}{text[1:]}.")
+            texts.append(f"{text[0].upper()}{text[1:]}.")
     every = itertools.chain.from_iterable(run.rank_speeds.values())
-    known = [speed for speed in every if not math.isnan(speed.pace)]
-    if known and not any(speed.is_slow for speed in known):
-        found.append(
+    timed = [speed for speed in every if not math.isnan(speed.pace)]
+    if timed and not any(speed.is_slow for speed in timed):
+        texts.append(
             f"No rank is slow: none needs {MARGIN:.0%} more time per token than the others."
         )
-    return found
+    return texts
 
 
 def _imbalance_text(run: Run, mean: Mapping[str, float]) -> str:

@@ -187,10 +187,10 @@ class Run(PricedRecord):
     @property
     def step_ms(self) -> float:
         """Median measured time of a step, ms; NaN if unknown."""
-        known = self.steps_ms[~np.isnan(self.steps_ms)]
-        if not len(known):
+        measured = self.steps_ms[~np.isnan(self.steps_ms)]
+        if not len(measured):
             return float("nan")
-        return float(np.median(known))
+        return float(np.median(measured))
 
     def memory(self, load: np.ndarray, *names: str) -> np.ndarray:
         """Return the memory of the fullest rank, maximum over stages, [T] bytes.

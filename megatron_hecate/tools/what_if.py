@@ -22,7 +22,7 @@ from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.tools.comparison import Comparison, compare
 from megatron_hecate.tools.presets import CLUSTERS, MODELS
 from megatron_hecate.tools.recommendation import describe_parts, flags_of
-from megatron_hecate.tools.replay import Outcome, Replay, Way
+from megatron_hecate.tools.replay import Outcome, Replay, Setup
 from megatron_hecate.tools.run import Run
 
 PROGRAM = "megatron-hecate what-if"
@@ -201,17 +201,17 @@ def _save(flags: argparse.Namespace, result: Comparison) -> None:
     files.replace(flags.save, json.dumps(saved, default=str) + "\n")
 
 
-def _frequent_replicas(replay: Replay, way: Way) -> dict[int, list[list[float]]]:
-    """Count the replicas that FSSDP plans with ``way``.
+def _frequent_replicas(replay: Replay, setup: Setup) -> dict[int, list[list[float]]]:
+    """Count the replicas that FSSDP plans with ``setup``.
 
     Returns:
         By number of the layer in the trace: its most frequent replicas as [expert, rank, share of
         steps], at most one per slot.
     """
-    most = way.slots * replay.settings.ep
+    num_slots = setup.slots * replay.settings.ep
     frequent = {}
-    for number, steps in zip(replay.layers, zip(*replay.place(way), strict=True), strict=True):
+    for number, steps in zip(replay.layers, zip(*replay.place(setup), strict=True), strict=True):
         often = Counter((expert, rank) for step in steps for expert, rank, _ in step.replicas)
-        counts = often.most_common(most)
+        counts = often.most_common(num_slots)
         frequent[number] = [[*pair, count / len(steps)] for pair, count in counts]
     return frequent

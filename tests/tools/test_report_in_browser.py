@@ -12,7 +12,7 @@ import recorded
 from browser import CHROMIUM, Browser
 
 from megatron_hecate.tools import report
-from megatron_hecate.tools.report_content import Report, content
+from megatron_hecate.tools.report_content import Report, page_content
 
 pytestmark = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium here (Debian: apt-get install chromium)"
@@ -143,7 +143,7 @@ def test_the_first_screen(tmp_path: Path) -> None:
     """On a desktop and on a phone it shows the verdict, the three layers that lose most, and the command; the words fit.
     Oracle: the figures that the page was made of, and the layers' table."""
     page = _page(tmp_path / "run", SIZE, fssdp=False)
-    found = content(Report.read(tmp_path / "run"))
+    found = page_content(Report.read(tmp_path / "run"))
     rows = dict(zip(found["info"]["layers"], found["layers"], strict=True))
     for width, height, dark in ((1280, 900, False), (390, 844, True)):
         with Browser(width=width, height=height, dark=dark) as browser:
@@ -222,7 +222,7 @@ def test_ranks_are_grouped_by_node_and_scales_begin_at_1(tmp_path: Path) -> None
 def test_copy_and_save(tmp_path: Path) -> None:
     """What the buttons hand out: the command, the layers as CSV, the figures as JSON."""
     page = _page(tmp_path / "run", SIZE)
-    found = content(Report.read(tmp_path / "run"))
+    found = page_content(Report.read(tmp_path / "run"))
     with Browser() as browser:
         browser.open(page)
         browser.evaluate(

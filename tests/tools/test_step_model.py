@@ -17,7 +17,7 @@ import pytest
 from megatron_hecate.megatron.training_state import forwards_in_flight
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.tools.job_settings import JobSettings
-from megatron_hecate.tools.replay import Replay, Way
+from megatron_hecate.tools.replay import Replay, Setup
 from megatron_hecate.tools.run import Run
 from megatron_hecate.tools.step_model import Prediction, StepModel
 from megatron_hecate.tools.traffic import token_traffic, traffic_of_loads
@@ -290,7 +290,7 @@ def test_microbatches_in_flight_are_those_of_training(
     )
     layers = stages * chunks + 1  # the first chunk of the first stage has one more
     job = replay(tmp_path, layers, ep=2, pp=stages, vpp=chunks)
-    buffers = job.memory(Way(slots=1, lifetime="microbatch")).replica_weights
+    buffers = job.memory(Setup(slots=1, lifetime="microbatch")).replica_weights
     of_layer = 2 * job.settings.model.expert_elements
     assert buffers / of_layer == forwards_in_flight(config, [0, *range(chunks)])
 
@@ -301,5 +301,5 @@ def test_memory_of_each_transport(tmp_path: Path) -> None:
     chunk = 2 * job.settings.model.expert_elements
     expected = {"nvlink": 16 * chunk, "p2p": 5 * 2 * chunk}
     for transport, nbytes in expected.items():
-        assert job.memory(Way(slots=2, transport=transport)).transport == nbytes
-        assert job.memory(Way(transport=transport)).transport == 0
+        assert job.memory(Setup(slots=2, transport=transport)).transport == nbytes
+        assert job.memory(Setup(transport=transport)).transport == 0
