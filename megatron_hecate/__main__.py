@@ -6,7 +6,7 @@
 | ``check -- SCRIPT ...`` | print whether FSSDP would switch on for a job's command line |
 | ``check --settings FILE`` | the same for settings in YAML or JSON |
 | ``report RUN_DIR`` | write a page about a recorded run: its losses and gains |
-| ``what-if TRACE ...`` | simulate steps with and without FSSDP from recorded loads |
+| ``what-if TRACE ...`` | predict steps with and without FSSDP from recorded loads |
 | ``measure FILE``, under torchrun | measure links and cores for ``--moe-fssdp-speeds FILE`` |
 | ``run [--moe-fssdp ...] -- SCRIPT ...`` | run a training script with FSSDP's flags, unmodified |
 
@@ -34,7 +34,7 @@ PROGRAM = "megatron-hecate"
 COMMANDS = {
     "check": ("tools.check", "print versions, and whether FSSDP fits here or a job's settings"),
     "report": ("tools.report", "write a page about a recorded run"),
-    "what-if": ("tools.what_if", "simulate steps with and without FSSDP from recorded loads"),
+    "what-if": ("tools.what_if", "predict steps with and without FSSDP from recorded loads"),
     "measure": ("tools.measure", "measure links and cores, under torchrun"),
     "run": ("switch_on.launcher", "run a Megatron training script with the --moe-fssdp flags"),
 }
