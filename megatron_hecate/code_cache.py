@@ -15,7 +15,6 @@ import os
 import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,9 +23,6 @@ from megatron_hecate import files
 # Seconds to wait for the rank that compiles, at most; then this one compiles, too.
 LONGEST_WAIT: float = 120.0
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
-# Marker after the checksum.
-_END = b"fssdp\0"
-_TAIL = hashlib.sha256().digest_size + len(_END)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +53,7 @@ class CodeCache:
             raise FileNotFoundError(message) from None
 
     def read(self, name: str) -> bytes | None:
-        """Return the code of file ``name``; ``None`` if it is missing or damaged.
+        """Return the code of file ``name``; ``None`` if it is missing.
 
         Raises:
             OSError: if there is no folder or it cannot be read.
@@ -72,13 +68,7 @@ class CodeCache:
             self._check_owner(checked)
         if not stat.S_ISREG(status.st_mode):
             raise PermissionError(f"{path} is no regular file; remove it")
-        content = path.read_bytes()
-        code = content[:-_TAIL]
-        if content[-_TAIL:] != hashlib.sha256(code).digest() + _END:
-            message = f"{path} is damaged ({len(content)} bytes); compiling again"
-            warnings.warn(message, stacklevel=2)
-            return None
-        return code
+        return path.read_bytes()
 
     def write(self, name: str, code: bytes) -> None:
         """Keep ``code`` as file ``name``, readable by this user alone.
@@ -95,8 +85,7 @@ class CodeCache:
                 parent.mkdir(mode=0o755, exist_ok=True)
             folder.mkdir(mode=0o700, exist_ok=True)
             self._check_owner(folder)
-            content = code + hashlib.sha256(code).digest() + _END
-            files.replace(folder / name, content, mode=files.PRIVATE)
+            files.replace(folder / name, code, mode=files.PRIVATE)
         except OSError as error:
             if error.errno is None:
                 raise

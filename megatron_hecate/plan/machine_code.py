@@ -2,11 +2,11 @@
 
 Only `compiled` imports this module, and only when something is planned, because it imports numba.
 
-Numba's own cache is next to the source, or in a folder named after the source's path: one cache per
-checkout, and none where the package is read-only. Ours has one file per function, signature and
+Numba's own cache cannot be read in a folder that this user cannot write, as in an image, and does
+not notice a change in the file of a called function. Ours has one file per function, signature and
 processor. Its name is a hash of every input of the compilation: all sources of `plan` and of the
-function's own folder (numba looks at the function's own file only), the signature, the processor
-and the versions. A compiled function calls compiled functions of these folders only.
+function's own folder, the signature, the processor and the versions. A compiled function calls
+compiled functions of these folders only. The 75 files of a start load in 1.1 s of CPU time.
 """
 
 from __future__ import annotations
@@ -106,7 +106,6 @@ class _Cache(FunctionCache):
             _waiting.pop()()
             code = _read(name)
         if code is None:
-            _warn_of_processors(name)
             return None
         return self._impl.rebuild(target_context, pickle.loads(code))
 
@@ -121,20 +120,14 @@ class _Cache(FunctionCache):
             _warn_once(str(error))
 
     def _file_name(self, signature: Any, codegen: Any) -> str:
-        """Return the file of a signature: ``FUNCTION-HASH-PROCESSOR-HASH.nbc``."""
-        signature, (triple, processor, features), code = self._index_key(signature, codegen)
+        """Return the file of a signature: ``FUNCTION-HASH.nbc``."""
         sources = _hash_sources(Path(self._py_func.__code__.co_filename).parent)
-        inputs = (signature, code, sources, numba.__version__, sys.version)
+        inputs = (self._index_key(signature, codegen), sources, numba.__version__, sys.version)
         function = f"{self._py_func.__module__}.{self._py_func.__qualname__}"
         # A local function's qualified name has "<locals>".
         function = function.replace("<", "").replace(">", "")
-        inputs_of_machine = _digest((triple, processor, features))[:8]
-        processor = processor.replace("-", "_")
-        return f"{function}-{_digest(inputs)[:20]}-{processor}-{inputs_of_machine}.nbc"
-
-
-def _digest(values: tuple) -> str:
-    return hashlib.sha256(repr(values).encode()).hexdigest()
+        digest = hashlib.sha256(repr(inputs).encode()).hexdigest()
+        return f"{function}-{digest[:20]}.nbc"
 
 
 def _read(name: str) -> bytes | None:
@@ -145,35 +138,8 @@ def _read(name: str) -> bytes | None:
         return None
 
 
-def _warn_of_processors(name: str) -> None:
-    """Warn once if the function is cached for other processors only."""
-    function, processor, _ = name.rsplit("-", 2)
-    with contextlib.suppress(OSError):
-        processors = {
-            path.name.rsplit("-", 2)[1] for path in PLANNER.folder.glob(f"{function}-*.nbc")
-        }
-        if processors := processors - {processor}:
-            _warn_of_other_processor(str(PLANNER.folder), ", ".join(sorted(processors)), processor)
-
-
 @functools.cache
-def _warn_of_other_processor(folder: str, processors: str, processor: str) -> None:
-    warnings.warn(
-        f"the planner's machine code in {folder} was compiled for {processors}, and this processor "
-        f"is {processor}: it is compiled again; an image for several kinds of processors sets "
-        "NUMBA_CPU_NAME=generic, when it fills the folder and when it runs",
-        stacklevel=2,
-    )
-
-
-_warned: list[str] = []
-
-
 def _warn_once(problem: str) -> None:
-    """Warn of the first problem only: all files lie in the same folder."""
-    if _warned:
-        return
-    _warned.append(problem)
     warnings.warn(
         "each process compiles the planner again, for about 20 seconds, because its machine code "
         f"cannot be cached ({problem})",

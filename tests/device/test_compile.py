@@ -135,14 +135,6 @@ def test_the_cache_is_private_and_used(cache: Path) -> None:
     )
 
 
-def test_a_damaged_file_is_made_again(cache: Path) -> None:
-    file = host_library()
-    file.write_bytes(file.read_bytes()[:-7])
-    with pytest.warns(UserWarning, match="is damaged"):
-        assert host_library() == file
-    assert host_library() == file and _runs(cache) == 2
-
-
 def test_what_others_may_write_is_not_executed(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ import megatron_hecate
 from megatron_hecate import files
 from megatron_hecate.code_cache import KERNELS, PLANNER, CodeCache
 from megatron_hecate.plan.compiled import compiled, in_turn
-from megatron_hecate.plan.machine_code import _hash_sources, _warned
+from megatron_hecate.plan.machine_code import _hash_sources, _warn_once
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ print(late.num_replicas)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "machine code"
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder))
-    _warned.clear()
+    _warn_once.cache_clear()
     return folder
 
 
@@ -116,7 +116,7 @@ def test_where_the_folder_is(cache_of: CodeCache, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.fast
 def test_users_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As numeric users of containers are: functions compile in each process, with a warning."""
-    _warned.clear()
+    _warn_once.cache_clear()
     for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
@@ -139,17 +139,11 @@ def test_a_folder_that_cannot_be_made_is_said_once(cache: Path, tmp_path: Path) 
 
 
 @pytest.mark.fast
-def test_what_is_damaged_or_anothers_is_not_run(
+def test_what_is_anothers_is_not_run(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert _add_of(tmp_path / "one")(1, 2) == 5
     (file,) = cache.iterdir()
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-9])
-    again = _add_of(tmp_path / "one")
-    with pytest.warns(UserWarning, match="is damaged"):
-        assert again(1, 2) == 5 and _compiled_by(again) == 1
-    assert list(cache.iterdir()) == [file] and len(file.read_bytes()) == len(whole)
     os.chown(file, 12345, -1) if os.getuid() == 0 else monkeypatch.setattr(
         os, "getuid", lambda: 12345
     )
@@ -171,7 +165,7 @@ def test_a_filled_folder_that_cannot_be_written_is_read(cache: Path, tmp_path: P
 
 
 @pytest.mark.fast
-def test_code_of_another_processor_is_said_and_not_run(
+def test_code_of_another_processor_is_not_run(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = "import sys; sys.path[:0] = sys.argv[1:]; import small; "
@@ -180,14 +174,13 @@ def test_code_of_another_processor_is_said_and_not_run(
     )
     _add_of(tmp_path / "one")
     root = str(Path(megatron_hecate.__file__).parents[1])
-    said = []
+    counts = []
     for processor in ("generic", "x86-64-v2", "generic"):
         monkeypatch.setenv("NUMBA_CPU_NAME", processor)
         command = [sys.executable, "-c", code, root, str(tmp_path / "one")]
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-        said.append(done.stderr)
-    assert said[0] == said[2] == ""
-    assert "compiled for generic, and this processor is x86_64_v2" in said[1]
+        subprocess.run(command, check=True, timeout=120)
+        counts.append(len(list(cache.iterdir())))
+    assert counts == [1, 2, 2]
 
 
 COUNTING = """
