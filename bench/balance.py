@@ -256,21 +256,12 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
     add = shape.add_argument
     add("--hidden", type=int, default=2048, help="hidden size (%(default)s)")
     add("--ffn", type=int, default=768, help="an expert's ffn size (%(default)s)")
-    add(
-        "--pairs",
-        type=number,
-        default=16384,
-        help="(token, expert) pairs per rank and microbatch (%(default)s)",
-    )
+    add("--pairs", type=number, default=16384, help="pairs per rank and microbatch (%(default)s)")
     add("--microbatches", type=int, default=1, help="microbatches per iteration (%(default)s)")
     # Default: attention of 4,096 tokens, 0.16 TFLOP of projections and 0.14 of causal scores at
     # 45 % of 989 TFLOP/s.
-    add(
-        "--hidden-us",
-        type=number,
-        default=650,
-        help="compute before the layer, per iteration, us (%(default)s)",
-    )
+    add("--hidden-us", type=number, default=650, help="compute before the layer (%(default)s)")
+    add("--transport", choices=("nvlink", "p2p"), default="nvlink", help="of copies (%(default)s)")
     add("--measured", type=Path, metavar="FILE", help="links and speed from a measurement file")
 
 

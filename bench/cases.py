@@ -85,6 +85,9 @@ def _setting(args: argparse.Namespace, load: str, counts: np.ndarray, num_ranks:
     setting = Setting(
         num_experts, world=world, shape=shape, slots=args.slots, tokens_per_count=per_count
     )
+    # Without the option (bench/homes.py) receivers share the copying.
+    if vars(args).get("transport") == "p2p":
+        setting = dataclasses.replace(setting, scatters=False)
     # Raises ValueError for slots that are out of range.
     _ = setting.homes
     return setting

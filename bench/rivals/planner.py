@@ -42,6 +42,7 @@ class Setting:
         shape: sizes of one expert and of one count of the load, which may represent several tokens.
         slots: most replicas on a rank, S.
         tokens_per_count: real tokens per count of the load.
+        scatters: see `fan_out`.
     """
 
     num_experts: int
@@ -49,6 +50,7 @@ class Setting:
     shape: LayerShape
     slots: int
     tokens_per_count: float = 1.0
+    scatters: bool = True
 
     @property
     def num_ranks(self) -> int:
@@ -69,7 +71,11 @@ class Setting:
     def cost(self) -> CopyCost:
         """Cost of replicas, in counts of the load."""
         hidden = self.shape.hidden_seconds / self.shape.fetch_seconds(self.world)
-        return self.shape.copy_cost(self.world, hidden=hidden)
+        return self.shape.copy_cost(self.world, hidden=hidden, scatters=self.scatters)
+
+    def fan_out(self, receives: np.ndarray, source: np.ndarray) -> Traffic:
+        """Count the chunks sent in this setting. Args as `fan_out`."""
+        return fan_out(receives, source, self.world, scatters=self.scatters)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,13 +136,12 @@ class Planner(abc.ABC):
             placed: result of `place`.
             final: result of `correct`.
         """
-        world = self.setting.world
         none = no_traffic(self.setting.num_ranks)
-        early = fan_out(copies(placed), placed.home, world)
+        early = self.setting.fan_out(copies(placed), placed.home)
         if final is placed:
             return Moves(early=early, late=none, grads=backwards(early), state=none)
-        late = fan_out(copies(final) & ~placed.holders, final.home, world)
-        home = backwards(fan_out(copies(final), final.home, world))
+        late = self.setting.fan_out(copies(final) & ~placed.holders, final.home)
+        home = backwards(self.setting.fan_out(copies(final), final.home))
         return Moves(early=early, late=late, grads=home, state=none)
 
 
@@ -162,9 +167,8 @@ class Resident(Planner):
         return self._now
 
     def moves(self, placed: Placement, final: Placement) -> Moves:
-        world = self.setting.world
-        new = fan_out(final.holders & ~self._before.holders, self._before.home, world)
-        back = fan_out(copies(final), final.home, world)
+        new = self.setting.fan_out(final.holders & ~self._before.holders, self._before.home)
+        back = self.setting.fan_out(copies(final), final.home)
         grads = add((back, 1), (backwards(back), 1))
         return Moves(early=new, late=no_traffic(self.setting.num_ranks), grads=grads, state=new)
 
