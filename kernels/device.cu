@@ -63,11 +63,9 @@ struct Device {
     for (int by = N / 2; by > 0; by /= 2) value += __shfl_xor_sync(ALL_LANES, value, by);
     return value;
   }
-  FSSDP_FN void walks(i32) const {}
   FSSDP_FN float inverse(float value) const { return __frcp_rn(value); }
   FSSDP_FN void add(i32* at, i32 value) const { atomicAdd(at, value); }
   FSSDP_FN void add(i64* at, i64 value) const { atomicAdd((u64*)at, (u64)value); }
-  FSSDP_FN void begins(Pass) const {}
   FSSDP_FN void pause() const { __nanosleep(64); }
   FSSDP_FN u64 clock() const {
     u64 now;

@@ -97,8 +97,6 @@ class Host {
   void add(Int* at, Int value) const {
     __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
   }
-  void begins(Pass) const {}
-  void walks(i32) const {}
   bool all(bool value) {
     stall();
     return barrier_.all(value);
@@ -150,25 +148,6 @@ class Host {
   }
   const u32 id_, threads_, block_, blocks_;
   Barrier& barrier_;
-};
-
-// Counter of the quotas' passes, of the holders visited by the longest loop of each pass (summed
-// over all passes), and of barriers.
-class Counter : public Host {
- public:
-  Counter(const Host& th, i64* passes) : Host(th), passes_(passes) {}
-  void begins(Pass pass) { ++passes_[pass]; }
-  bool all(bool value) {
-    passes_[PASSES] += longest_;
-    longest_ = 0;
-    ++passes_[PASSES + 1];
-    return Host::all(value);
-  }
-  void walks(i32 holders) { longest_ = longest_ > holders ? longest_ : holders; }
-
- private:
-  i64* passes_;
-  i32 longest_ = 0;
 };
 
 // Run `kernel` in every thread of one rank's grid, and join the threads.
@@ -245,16 +224,6 @@ void fssdp_quotas(const int* group, const int* holders, const int* loads, long l
 int fssdp_quotas_of_all(const int* group, const int* holders, const int* loads, long long* work, int bits, int* parts) {
   return bits == 32 ? fssdp::quotas_of_all<int>(group, holders, loads, work, parts)
                     : fssdp::quotas_of_all<long long>(group, holders, loads, work, parts);
-}
-// Count the passes of the quotas. `passes`: [PASSES + 2], initially zero: number of passes of each
-// kind, holders visited by the longest loops of all passes, and number of barriers.
-void fssdp_quotas_passes(const int* group, const int* holders, const int* loads, long long* work, int* parts,
-                         long long* passes) {
-  const auto kernel = [&](fssdp::Host& host) {
-    fssdp::Counter th(host, passes);
-    fssdp::quotas(th, group, holders, loads, work, nullptr, 0, 0, 0, parts, nullptr);
-  };
-  fssdp::launch(kernel, 1, 1);
 }
 void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads,
                  long long* total, unsigned* arrived) {

@@ -43,10 +43,6 @@ namespace fssdp {
 enum { LOCAL_ROUNDS = 3, LOCAL_DEPTH = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };
 // The level may exceed the smallest possible one by 1 / SLACK, which saves rounds.
 enum { SLACK = 4096 };
-// Passes that an execution policy may count (`begins`): passes over the ranks, each of which ends
-// with a barrier, and the distances of a search. ACCEPT is the part of a new round's pass in which
-// tokens arrive, REACH the second pass of a local round.
-enum Pass { ROUND, LEVEL, RAISE, PUSH, ACCEPT, REACH, PASSES };
 enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
 
 template <class Int>
@@ -220,7 +216,6 @@ struct Quotas {
       const i32 expert = h.expert[c], begin = h.begin[expert], end = h.begin[expert + 1];
       if (end - begin < 2) continue;
       Int here = 0, room = 0, before = 0;
-      th.walks(end - begin);
       FSSDP_UNROLL_4
       for (i32 d = begin; d < end; ++d) {
         const Int below = positive(level - load(h.place[d]));
@@ -239,8 +234,6 @@ struct Quotas {
   // Begin a round: ranks below the level receive the tokens of the last push. Update loads, and the
   // sets of ranks that tokens can move to. Return false if no rank is above the level.
   FSSDP_FN bool begin_round() {
-    th.begins(ROUND);
-    if (arriving) th.begins(ACCEPT);
     const Int* came = moved_by(pushed);
     const Int* before = loads_of(round++);
     if (round > LOCAL_ROUNDS) local = false;
@@ -281,7 +274,6 @@ struct Quotas {
 
   // Compute the sets of ranks that tokens can move to if no token leaves the node it starts on.
   FSSDP_FN void reach_in_nodes() {
-    th.begins(REACH);
     FSSDP_ROLLED
     for (i32 p = th.team(); p < places_end(); p += th.teams()) {
       FSSDP_ROLLED
@@ -322,7 +314,6 @@ struct Quotas {
       if (th.id() == 0) w.levels[0] = here.bits;
       FSSDP_ROLLED
       while (above & ~known.bits && !(deepest >= enough && above & known.bits)) {
-        th.begins(LEVEL);
         ++depths;
         const u64 open = ~known.bits, last = here.bits;
         const u64 found = th.bits([&](i32 p) { return p < g.ranks && open >> p & 1 && (w.reach[p] & last); });
@@ -361,7 +352,6 @@ struct Quotas {
   // Find the ranks at distance `pushes`, for sets of several words. `none`: no rank was found.
   // Return true if this ends the `search`.
   FSSDP_FN bool find_level(i32 pushes, i32 enough, bool& none) const {
-    th.begins(LEVEL);
     const u64* last = w.levels + (i64)(pushes - 1) * words();
     bool all = true, any = false;
     none = true;
@@ -392,7 +382,6 @@ struct Quotas {
 
   // Raise the level to the cut's mean load, because a rank above the level reaches none below it.
   FSSDP_FN void raise() {
-    th.begins(RAISE);
     Int tokens = 0, ranks = 0;
     FSSDP_ROLLED
     for (i32 p = th.in_warp(); p < g.ranks; p += th.warp_size())
@@ -427,7 +416,6 @@ struct Quotas {
     FSSDP_ROLLED
     for (i32 v = Words ? 0 : first / 64; v < words() && 64 * v < last; ++v) {
       u64 bits = h.holding(expert, v) & next.word(v) & bits_between(v, first, last);
-      th.walks(th.count_bits(bits));
       FSSDP_ROLLED
       for (; bits; bits &= bits - 1) sum += level - load(64 * v + th.lowest_bit(bits));
     }
@@ -459,7 +447,6 @@ struct Quotas {
     FSSDP_ROLLED
     for (i32 v = 0; v < words(); ++v) {
       u64 bits = h.holding(expert, v) & here.word(v);
-      th.walks(th.count_bits(bits));
       FSSDP_ROLLED
       for (; bits; bits &= bits - 1) {
         const i32 other = 64 * v + th.lowest_bit(bits);
@@ -495,7 +482,6 @@ struct Quotas {
   // that is above the level then releases tokens in the next round. `before`: the previous push
   // took tokens. Return false if no rank had tokens above the level.
   FSSDP_FN bool push(i32 pushes, bool before) {
-    th.begins(PUSH);
     const Int* came = moved_by(pushed++);
     Int* leaving = moved_by(pushed);
     FSSDP_ROLLED

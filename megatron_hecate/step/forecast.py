@@ -27,7 +27,7 @@ class LoadHistory:
 
     The mean of the last iterations (the Hecate paper forecasts with the mean of 5) lags behind
     every trend: on the traces in `bench/data` its error is 1.8 to 2 times as large, in the 99th
-    percentile 3 to 4 times (`bench/forecast.py`).
+    percentile 3 to 4 times (docs/how-a-layer-decides.md).
     """
 
     def __init__(self) -> None:
