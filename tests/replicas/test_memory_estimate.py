@@ -163,7 +163,7 @@ def _compare_with_run(case: Any) -> None:
 def _watch_buffers(chunks: list, seen: list[int]) -> list:
     """Have the bytes of every allocation of buffers noted, with what the transport takes beside."""
     import tiny_gpt
-    from activation_memory import allocations
+    from allocations import allocations
 
     transport = tiny_gpt.moe_layers(chunks)[0].fssdp.transport
     allocate = transport.allocate
@@ -186,7 +186,7 @@ def test_beyond_the_estimate_are_one_layers_gradients() -> None:
     """At the worst moment of a step as many expert-sized tensors live outside the buffers as a layer has homes and
     slots: their gradients, until they are added to main_grad. (Stock's experts, one by one: a matrix.)"""
     import tiny_gpt
-    from activation_memory import allocations, peak
+    from allocations import allocations, peak
 
     case = _case()
     tiny_gpt.initialize(case)
@@ -359,7 +359,7 @@ def test_a_skewed_run_stays_inside_its_budget() -> None:
     """Every token goes to one rank in stock Megatron. Oracle: stock with forced balance, the rank load in tokens."""
     import tiny_gpt
     import torch.distributed as dist
-    from activation_memory import peaks, skewed
+    from allocations import peaks, skewed
 
     from megatron_hecate.record.metrics import layer_metrics
 
@@ -377,7 +377,7 @@ def test_a_skewed_run_stays_inside_its_budget() -> None:
     }
     most = {}
     for name, (this, with_hook) in runs.items():
-        own, run, _ = peaks(this, with_hook, 3)
+        own, run = peaks(this, with_hook, 3)
         # when memory is freed differs from step to step by threads' timing: the budget is that of the smallest step
         largest = torch.tensor(min(own) if name == "balanced" else max(own))
         dist.all_reduce(largest, dist.ReduceOp.MAX)
