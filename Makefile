@@ -10,8 +10,8 @@
 # make bench      step time, stock against FSSDP, skewed and balanced; time of the host
 # make balance    what every planner leaves, on recorded loads, and how long planning takes
 # make gpu        on a machine with a GPU: check and time everything, results in build/gpu; 50 minutes at most
-# make gpu-bundle  what `make gpu` needs where there is no internet, in build/gpu-bundle; with IMAGE=LIST, what a machine
-#                  lacks that has the packages in the file LIST
+# make gpu-bundle IMAGE=LIST  the wheels that `make gpu` needs on a machine without internet that has the packages in the
+#                  file LIST, in build/gpu-image.tar
 # make format     format the code
 # Each sets up what it needs in .venv; nothing else is to be installed.
 
@@ -92,7 +92,7 @@ gpu:
 	$(firstword $(wildcard $(BIN)/python) python3) bench/gpu.py
 
 gpu-bundle: .venv
-	$(BIN)/python bench/gpu_bundle.py $(if $(IMAGE),--for-image "$(IMAGE)")
+	$(BIN)/python bench/gpu_bundle.py --for-image "$(IMAGE)"
 
 format: .venv
 	$(BIN)/ruff check --fix . ; $(BIN)/ruff format .

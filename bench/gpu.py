@@ -124,9 +124,7 @@ class Folder:
 
 def run(part: Part, folder: Folder, *, seconds: float, tiny: bool = False) -> Ended:
     """Run ``part`` until its timeout or for ``seconds``; its child processes are killed with it."""
-    missing = [
-        need for need in part.needs if not any(_is_here(name) for name in need.split(" or "))
-    ]
+    missing = [name for name in part.needs if not _is_here(name)]
     if missing:
         return Ended(part, "left out", f"{' and '.join(missing)} not installed")
     # timeouts are those of a GPU; a CPU that stands in for one takes longer

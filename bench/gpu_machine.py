@@ -34,10 +34,10 @@ def machine() -> list[str]:
 
 
 def _commit() -> str:
-    """Return the commit of the checkout, or of the bundle with the sources."""
+    """Return the commit of the checkout; in a tree without git, of its file ``COMMIT``."""
     named = _said(["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"])
-    bundled = ROOT / "COMMIT"
-    return named or (bundled.read_text().strip() if bundled.exists() else "unknown")
+    file = ROOT / "COMMIT"
+    return named or (file.read_text().strip() if file.exists() else "unknown")
 
 
 def _said(command: list[str]) -> str:

@@ -1,11 +1,10 @@
 """`make gpu` and `make gpu-bundle`, as far as they go without a GPU.
 
-Oracles: literal outcomes of stand-in commands, and checksums by ``sha256sum``.
+Oracles: literal outcomes of stand-in commands, and what pip says is installed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import subprocess
 import sys
@@ -58,14 +57,6 @@ def test_the_page_hides_nothing(tmp_path: Path) -> None:
         Part("hangs", "nothing", _python(hang), 3),
         Part("silent", "nothing", _python("print('all skipped')"), 60, r"\d+ passed"),
         Part("absent", "a module", _python("print(1)"), 60, "", ("no_such_module",)),
-        Part(
-            "either",
-            "a module or a program",
-            _python("print(1)"),
-            60,
-            "1",
-            ("no_such_module or sh",),
-        ),
         Part("no command", "nothing", "no-such-command-anywhere", 60),
         Part(
             "another status",
@@ -84,13 +75,12 @@ def test_the_page_hides_nothing(tmp_path: Path) -> None:
         ("stopped", True),
         ("failed", True),
         ("left out", False),
-        ("passed", False),
         ("failed", True),
         ("passed", False),
     ]
     page = _pages(tmp_path)
     for line in (
-        "8 parts, of which 4 failed, were stopped or were not run.",
+        "7 parts, of which 4 failed, were stopped or were not run.",
         "| fails | **failed** exit status 3 |",
         "the reason",
         "| hangs | **stopped** after 3 s |",
@@ -183,29 +173,13 @@ def test_parts_are_of_this_checkout() -> None:
     assert gpu.MINUTES["1"] <= 6
 
 
-def test_pieces_join(tmp_path: Path) -> None:
-    """As ``install.sh`` checks and joins them, with the machine's own tools; a damaged piece is refused."""
-    archive = tmp_path / "gpu-bundle.tar"
-    archive.write_bytes(os.urandom(250_001))
-    whole = hashlib.sha256(archive.read_bytes()).hexdigest()
-    pieces = gpu_bundle.split(archive, tmp_path, size=100_000)
-    archive.unlink()
-    assert [piece.stat().st_size for piece in pieces] == [100_000, 100_000, 50_001]
-    check = "sha256sum --check --quiet SHA256SUMS"
-    join = f"{check} && cat gpu-bundle.tar.?? | sha256sum"
-    assert check in gpu_bundle.INSTALL and "cat gpu-bundle.tar.?? |" in gpu_bundle.INSTALL
-    done = subprocess.run(
-        join, shell=True, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout.split()[0] == whole
-    pieces[1].write_bytes(bytes(100_000))
-    assert subprocess.run(check, shell=True, cwd=tmp_path, capture_output=True).returncode
-
-
-def test_what_torch_brings_is_not_carried() -> None:
-    """Oracle: what pip says is installed, and that a GPU's machine has torch."""
-    names = set(gpu_bundle.closure(gpu_bundle.own_requirements()))
-    assert {"megatron-core", "numba", "llvmlite"} <= names
+def test_what_an_image_brings_is_not_carried() -> None:
+    """Oracle: what pip says is installed, and that a GPU's machine has torch, with all that torch needs."""
+    image = gpu_bundle.read_image("torch\nnumpy==2.5.0  # newer than any bound of ours\n")
+    assert image == {"torch": "", "numpy": "2.5.0"}
+    names = set(gpu_bundle.missing(["torch", "numpy<2.5", "megatron-core", "numba"], image))
+    assert {"megatron-core", "numba", "llvmlite", "numpy"} <= names
     assert not names & {"torch", "triton", "sympy"} and not [
         name for name in names if name.startswith("nvidia")
     ]
+    assert set(gpu_bundle.missing(["numpy>=2.5"], image)) == set()

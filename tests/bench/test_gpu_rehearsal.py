@@ -48,7 +48,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         copy = shutil.copytree if source.is_dir() else shutil.copy
         copy(source, tree / name)
     (tree / "COMMIT").write_text("rehearsed")
-    for name in gpu_bundle._walk(IMAGE):
+    for name in gpu_bundle.missing(IMAGE, {}):
         for file in metadata.distribution(name).files or ():
             top = file.parts[0]
             if top not in ("..", "__pycache__") and not (packages / top).exists():
@@ -95,19 +95,17 @@ def test_the_machine_has_no_more_than_an_image(machine: tuple[Path, Path]) -> No
 
 # what stands in cannot: it hides nothing from compute-sanitizer, and runs no Megatron
 NOT_HERE = {"sanitizer", "races"}
-# no ncu, no TransformerEngine, no Megatron
+# no TransformerEngine, no Megatron
 LEFT_OUT = {
     part.name
     for parts in gpu.COMMANDS.values()
     for part in parts
-    if {"ncu", "megatron", "transformer_engine"} & set(part.needs)
+    if {"megatron", "transformer_engine"} & set(part.needs)
 }
 ON_PAGE = {
     "check": ["GPU: a GPU on a CPU", "commit rehearsed"],
     "routing": ["**after the gate, microseconds**", "| 8 | 64 | 2 | 5 | nothing |"],
     "rates": ["**rates, GB/s**", "**verdicts**", "16 blocks move"],
-    "report": ["| sm_90 | nvrtc |", "| fssdp_reduce |"],
-    "counters": ["| counters | left out ncu not installed |"],
     "overlap": ["beside transfers**", "| spAG, 16 |"],
     "gemm": ["left out transformer_engine and transformer_engine_torch not installed"],
     "host": ["left out transformer_engine and transformer_engine_torch and megatron not installed"],
@@ -142,7 +140,7 @@ def _rehearse(machine: tuple[Path, Path], out: Path, parts: list[str], *, minute
 @pytest.mark.slow
 def test_parts_of_every_command(machine: tuple[Path, Path], tmp_path: Path) -> None:
     # the others are in `test_a_command`
-    parts = ["check", "routing", "counters", "steps-qwen3-8", "demo"]
+    parts = ["check", "routing", "steps-qwen3-8", "demo"]
     _rehearse(machine, tmp_path, parts, minutes=9)
 
 
