@@ -1,7 +1,7 @@
 """Measure the host time that FSSDP adds to a rank's main thread, on 2 CPU ranks.
 
     python bench/host.py
-    python bench/host.py --experts TEGroupedMLP --homes 8 --files
+    python bench/host.py --experts TEGroupedMLP --homes 8
     python bench/host.py --gpu --experts TEGroupedMLP       2 ranks that share a GPU
 
 Training of many small experts is host-bound: the GPU waits for kernel launches. Four models
@@ -26,7 +26,6 @@ import argparse
 import ctypes
 import dataclasses
 import gc
-import itertools
 import os
 import sys
 import time
@@ -48,8 +47,6 @@ SIZE_ON_GPU = 64
 COUNTED: int = 5
 # replica slots per rank
 SLOTS: int = 2
-# rows of the table of functions
-FUNCTIONS: int = 60
 # cudaDeviceScheduleBlockingSync: a thread that waits for the GPU sleeps, so CPU time excludes waits
 BLOCKING_SYNC = 4
 # steps; the first has no forecast, hence no replicas
@@ -95,17 +92,15 @@ def _start_on_gpu() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl")
 
 
-def tiny_case(
-    homes: int, layers: int, *, size: int = SIZE, grouped: bool = True, fuses: bool = True
-) -> Any:
+def tiny_case(homes: int, layers: int, *, size: int = SIZE, grouped: bool = True) -> Any:
     """Describe a model whose steps are nearly all Python and dispatch, on 2 ranks.
 
     Args:
         homes: home experts per rank.
         layers: MoE layers.
         size: hidden and ffn size.
-        grouped: whether experts are a TEGroupedMLP, not a SequentialMLP.
-        fuses: whether weight gradients are fused.
+        grouped: whether experts are a TEGroupedMLP, whose weight gradients are fused, not a
+            SequentialMLP.
     """
     import tiny_gpt
 
@@ -114,7 +109,7 @@ def tiny_case(
         hidden_size=size,
         ffn_hidden_size=size,
         moe_ffn_hidden_size=size,
-        gradient_accumulation_fusion=fuses,
+        gradient_accumulation_fusion=grouped,
     )
     return tiny_gpt.Case(
         experts=2 * homes,
@@ -168,11 +163,6 @@ def measure(arguments: argparse.Namespace) -> None:
                 if prints:
                     for row in rows:
                         print(f"| {experts} | {homes} | {microbatches} | {row}", flush=True)
-            if arguments.files:
-                microbatches = arguments.microbatches[0]
-                tables = of_busiest(*models.added_calls(microbatches))
-                if prints:
-                    print(f"\n{tables}\n", flush=True)
     if prints:
         print(f"\n{LEGEND.format(steps=arguments.steps, layers=arguments.layers)}")
         print(f"Load of the machine: {os.getloadavg()[0]:.1f}.")
@@ -205,7 +195,6 @@ class Models:
             arguments.layers,
             size=SIZE_ON_GPU if arguments.gpu else SIZE,
             grouped=grouped,
-            fuses=grouped and not arguments.unfused,
         )
         hooks = {
             "stock": None,
@@ -318,65 +307,6 @@ class Models:
         self.phases.counts = False
         return Counter(self.phases.calls)
 
-    def added_calls(self, microbatches: int) -> tuple[float, str]:
-        """List the calls that FSSDP adds to stock, with and without replicas.
-
-        The first table has FSSDP's files and other packages; the second one the functions with the
-        most calls, in which C counts for the caller.
-
-        Returns:
-            Calls with replicas, and the tables.
-        """
-        from host_calls import contributor
-
-        counts = {name: self.count(name, microbatches) for name in self.models}
-        tables = [
-            ("file", lambda file, function: contributor(file), None),
-            ("function", lambda file, function: f"{contributor(file)} {function}", FUNCTIONS),
-        ]
-        text = "\n\n".join(
-            self._table(counts, name, label=label, most=most, per=microbatches)
-            for name, label, most in tables
-        )
-        return counts["replicas"].total(), text
-
-    def _table(
-        self,
-        counts: dict[str, Counter[tuple[str, str, str]]],
-        name: str,
-        *,
-        label: Callable[[str, str], str],
-        most: int | None,
-        per: int,
-    ) -> str:
-        """Write a table of added calls per layer and microbatch.
-
-        Args:
-            counts: calls of each model.
-            name: name of the first column.
-            label: function of a file and a function that returns the first column.
-            most: number of rows; ``None``: all.
-            per: microbatches in the counted step.
-        """
-        each = per * self.arguments.layers
-        rows: dict[str, list[float]] = {}
-        columns = itertools.product(("no replicas", "replicas"), ("Python", "C"))
-        for column, (model, kind) in enumerate(columns):
-            for sign, counted in ((1, counts[model]), (-1, counts["stock"])):
-                for (file, function, kind_of_call), count in counted.items():
-                    if kind_of_call == kind:
-                        row = rows.setdefault(label(file, function), [0.0] * 4)
-                        row[column] += sign * count / each
-        table = [
-            f"| {name} | no replicas: Python | C | replicas: Python | C |",
-            "|---|---|---|---|---|",
-        ]
-        for first, row in sorted(rows.items(), key=lambda row: -sum(row[1][2:]))[:most]:
-            # Rows whose calls hardly differ would hide the relevant ones.
-            if max(map(abs, row)) >= 0.5:
-                table.append(f"| {first} | " + " | ".join(f"{calls:.1f}" for calls in row) + " |")
-        return "\n".join(table)
-
 
 def _total(step: Counter[str]) -> float:
     return sum(step[part] for part in PARTS)
@@ -393,16 +323,6 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument(
         "--steps", type=int, default=12, help="timed steps per model and number of microbatches"
-    )
-    parser.add_argument(
-        "--unfused",
-        action="store_true",
-        help="compute weight gradients of grouped experts by autograd",
-    )
-    parser.add_argument(
-        "--files",
-        action="store_true",
-        help="also print the files and functions that add calls",
     )
     parser.add_argument(
         "--gpu", action="store_true", help="run on a GPU, over TransformerEngine's own kernels"

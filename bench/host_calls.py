@@ -10,7 +10,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -19,7 +18,6 @@ from torch.overrides import _pop_mode
 
 FACTORIES = ("tensor", "zeros", "empty", "ones", "arange", "full", "rand", "randn", "randint")
 FACTORIES += ("zeros_like", "empty_like", "ones_like")
-PACKAGES = ("megatron_hecate", "megatron/core", "transformer_engine", "torch", "tests")
 # Python in place of compiled code: a file for TransformerEngine, a function for torch's factories.
 COMPILED = "tex_on_cpu.py"
 FACTORY = "on_cpu"
@@ -109,15 +107,3 @@ def _on_cpu(factory: Callable) -> Callable:
         return factory(*args, **kwargs)
 
     return on_cpu
-
-
-def contributor(file: str) -> str:
-    """Return the table's label of ``file``: a path for FSSDP's files, else the package."""
-    path = Path(file).as_posix()
-    for package in PACKAGES:
-        if f"/{package}/" not in path:
-            continue
-        if package == PACKAGES[0]:
-            return f"{package}/{path.rpartition(f'/{package}/')[2]}"
-        return package
-    return "others"

@@ -3,10 +3,9 @@
     python bench/links.py
 
 First: one hot expert, fetched by 1 to 71 other ranks of an NVLink domain; then the same over
-several domains; then the replicas that the planner chooses on recorded loads, step by step. Figures
-are chunks sent or received by the busiest rank, by the schedules that training uses
-(`nvlink`), over the lower bound of all schedules: a rank must receive its replicas, and each
-replicated expert must leave its home once. The target is 1.25. No time is measured.
+several domains. Figures are chunks sent or received by the busiest rank, by the schedules that
+training uses (`nvlink`). The lower bound of all schedules is 1: a rank must receive its replica,
+and the expert must leave its home once. The target is 1.25. No time is measured.
 """
 
 from __future__ import annotations
@@ -18,26 +17,16 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
-from megatron_hecate.comm.transport import Copy, TransferPlan  # noqa: E402
+from megatron_hecate.comm.transport import Copy  # noqa: E402
 from megatron_hecate.nvlink.chunks import MAX_RANKS  # noqa: E402
 from megatron_hecate.nvlink.domains import Domains, Messages, Stages  # noqa: E402
-from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
-from megatron_hecate.plan.world import H100  # noqa: E402
 
 # elements of a chunk
 ELEMENTS: int = 1_000_000
 TARGET: float = 1.25
-
-
-def needed(copies: Sequence[Copy]) -> int:
-    """Count the most chunks that a rank must receive or that must leave a home: the lower bound."""
-    leave = Counter(home for home, _ in {(copy.home, copy.index) for copy in copies})
-    return max(*Counter(copy.rank for copy in copies).values(), *leave.values())
 
 
 def plainly(copies: Sequence[Copy]) -> float:
@@ -80,43 +69,12 @@ def hot(fan_out: int) -> list[Copy]:
     return [Copy(0, 0, rank, 0) for rank in range(1, fan_out + 1)]
 
 
-def planned(trace: Path, ranks: int, slots: int, steps: int) -> list[tuple[Copy, ...]]:
-    """Plan every layer and step from the previous step's loads.
-
-    Args:
-        trace: recorded loads.
-        ranks: number of ranks.
-        slots: slots per rank.
-        steps: number of planned steps.
-
-    Returns:
-        Copies of each layer and step with replicas.
-    """
-    # [T, L, E]
-    load = np.load(trace)["counts"].sum(axis=2)
-    homes = Placement.initial(load.shape[2], ranks, num_slots=slots)
-    world = World(node=(0,) * ranks, speeds=H100)
-    found = []
-    for step in range(1, min(steps + 1, len(load))):
-        for layer in range(load.shape[1]):
-            forecast = load[step - 1, layer].astype(float)
-            placement = plan_replicas(forecast, homes, world, cost=CopyCost())
-            # Without replicas there is no transfer.
-            if placement.replicas:
-                found.append(TransferPlan.from_placement(placement, 0).copies)
-    return found
-
-
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    trace = ROOT / "bench" / "data" / "pysrc_e64k6_aux0.npz"
-    parser.add_argument("--trace", type=Path, default=trace)
-    parser.add_argument("--steps", type=int, default=40)
-    options = parser.parse_args()
+    parser.parse_args()
     one_domain()
     several_domains()
-    recorded(options.trace, options.steps)
 
 
 def one_domain() -> None:
@@ -152,26 +110,6 @@ def several_domains() -> None:
         chunks = (*busiest(copies, domains, sums=False), *busiest(copies, domains, sums=True))
         cells = [f"{number:.3f}" for number in chunks]
         print(f"| {count} | {8 * (count - 1)} | {' | '.join(cells)} |")
-
-
-def recorded(trace: Path, steps: int) -> None:
-    """Print the table of planned replicas on a recording."""
-    heading = f"Replicas of the planner on {trace.name}, {steps} steps, every layer"
-    print(f"\n{heading}; over the largest")
-    print("number of chunks that a rank must receive, or that must leave a home: mean and worst\n")
-    print("| ranks | slots | home sends, plainly | busiest link, spAG | spRS | target |")
-    print("|---|---|---|---|---|---|")
-    for ranks in (8, 16, 32, 64):
-        for slots in (1, 2):
-            rows = []
-            for copies in planned(trace, ranks, slots, steps):
-                links = [busiest(copies, [range(ranks)], sums=sums)[0] for sums in (False, True)]
-                rows.append(np.array([plainly(copies), *links]) / needed(copies))
-            ratios = np.array(rows)
-            means = ratios.mean(axis=0)
-            maxima = ratios.max(axis=0)
-            cells = [f"{mean:.3f} / {most:.3f}" for mean, most in zip(means, maxima, strict=True)]
-            print(f"| {ranks} | {slots} | {' | '.join(cells)} | {TARGET} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """Measure the step time of stock Megatron and of FSSDP on CPU ranks, in alternating steps.
 
     python bench/step_time.py [--ranks 8]       at most one rank per core, else ranks wait for cores
-    python bench/step_time.py --break-even      imbalance from which replicas pay; FSSDP's decisions
 
 Stock and FSSDP models alternate in the same processes, so that noise of the machine affects both
 equally; the ratio is of medians. Two routings: skewed (a bias on the router's logits makes one rank
@@ -20,19 +19,16 @@ from typing import Any
 
 from launch import again_on_ranks
 
-# added to the logits of a hot expert, and half of it to the next
-SKEWS = (0.1, 0.25, 0.5, 1.0)
 MODEL = dict(hidden_size=128, ffn_hidden_size=512, moe_ffn_hidden_size=512)
 
 
-def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
+def measure(*, steps: int, warmup: int, accumulate: int) -> None:
     """Measure on every rank; print the table on rank 0.
 
     Args:
         steps: timed steps of each model.
         warmup: untimed steps of each model.
         accumulate: microbatches per step.
-        break_even: whether to compare several skews, and add a model that always uses replicas.
     """
     import torch
     import torch.distributed as dist
@@ -45,21 +41,13 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
 
     forced = tuple({**MODEL, "moe_router_force_load_balancing": True}.items())
     sizes = dict(experts=16, seq=128, micro_batch=16, accumulate=accumulate)
-    if break_even:
-        skews = {f"skewed by {skew}": skew for skew in SKEWS}
-    else:
-        skews = {"skewed": 2.0}
-    cases = {
-        routing: tiny_gpt.Case(**sizes, skew=skew, settings=tuple(MODEL.items()))
-        for routing, skew in skews.items()
-    }
+    # The hot expert's logits get 2, and the next one's half of it.
+    skewed = tiny_gpt.Case(**sizes, skew=2.0, settings=tuple(MODEL.items()))
+    cases = {"skewed": skewed}
     cases["forced balance"] = tiny_gpt.Case(**sizes, skew=0.0, settings=forced)
     # All cases have equal parallel and batch sizes, so one initialization serves all cases.
     tiny_gpt.initialize(cases["forced balance"])
     hooks = {"stock": None, "FSSDP": fssdp(HecateConfig(slots=2))}
-    if break_even:
-        # The planner always uses replicas if its cost model makes copies free.
-        hooks["always"] = fssdp(HecateConfig(slots=2, speeds=tiny_gpt.FREE))
     runs = {}
     seconds = {}
     for routing, case in cases.items():
@@ -79,7 +67,7 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
             print(f"step {step + 1}/{warmup + steps}", file=sys.stderr, flush=True)
     if dist.get_rank() == 0:
         medians = {key: median(times) for key, times in seconds.items()}
-        report(runs, medians, list(cases), break_even=break_even)
+        report(runs, medians, list(cases))
         print(
             f"\nMedians of {steps} steps of {accumulate} microbatches, in turn, "
             f"{dist.get_world_size()} ranks."
@@ -89,23 +77,15 @@ def measure(steps: int, warmup: int, accumulate: int, break_even: bool) -> None:
 
 
 def report(
-    runs: dict[tuple[str, str], Any],
-    seconds: dict[tuple[str, str], float],
-    routings: list[str],
-    *,
-    break_even: bool,
+    runs: dict[tuple[str, str], Any], seconds: dict[tuple[str, str], float], routings: list[str]
 ) -> None:
-    """Print one of the two tables.
+    """Print the table.
 
     Args:
         runs: trained models by routing and name.
         seconds: median step times by routing and name.
         routings: routings, in the order of the rows.
-        break_even: whether to print the table of the break-even imbalance.
     """
-    if break_even:
-        _report_break_even(runs, seconds, routings)
-        return
     ideal = seconds["forced balance", "stock"]
     print("| routing | stock, s | FSSDP, s | stock/FSSDP | stock/ideal | FSSDP/ideal | replicas |")
     print("|---|---|---|---|---|---|---|")
@@ -120,29 +100,6 @@ def report(
     print("\nideal: stock Megatron with forced balance")
 
 
-def _report_break_even(
-    runs: dict[tuple[str, str], Any], seconds: dict[tuple[str, str], float], routings: list[str]
-) -> None:
-    """Print the table of several skews."""
-    from megatron_hecate import layer_metrics
-
-    print(
-        "| routing | imbalance of the layers | stock, s | stock/always | stock/FSSDP | "
-        "layers bypassed |"
-    )
-    print("|---|---|---|---|---|---|")
-    for routing in routings:
-        metrics = layer_metrics(runs[routing, "FSSDP"].chunks)
-        stock = seconds[routing, "stock"]
-        imbalance = ", ".join(f"{layer.routed:.2f}" for layer in metrics)
-        bypassed = sum(layer.bypassed for layer in metrics)
-        print(
-            f"| {routing} | {imbalance} | {stock:.3f} | "
-            f"{stock / seconds[routing, 'always']:.3f} | "
-            f"{stock / seconds[routing, 'FSSDP']:.3f} | {bypassed} of {len(metrics)} |"
-        )
-
-
 def main() -> int:
     """Run the benchmark on CPU ranks; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -150,14 +107,13 @@ def main() -> int:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--accumulate", type=int, default=4, help="microbatches per step")
-    parser.add_argument(
-        "--break-even",
-        action="store_true",
-        help="compare several skews, and a model that always uses replicas",
-    )
     arguments = parser.parse_args()
     if "RANK" in os.environ:
-        measure(arguments.steps, arguments.warmup, arguments.accumulate, arguments.break_even)
+        measure(
+            steps=arguments.steps,
+            warmup=arguments.warmup,
+            accumulate=arguments.accumulate,
+        )
         return 0
     return again_on_ranks(__file__, arguments.ranks)
 
