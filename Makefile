@@ -84,7 +84,6 @@ bench: .venv
 
 balance: .venv
 	$(BIN)/python bench/balance.py
-	$(BIN)/python bench/balance.py --large
 	$(BIN)/python bench/planner_speed.py
 
 # Uses what is there: nothing could be installed on a machine without internet.

@@ -3,8 +3,7 @@
 Loads are recorded or synthetic.
 
     python bench/balance.py           all loads, 8 to 64 ranks, all planners; minutes
-    python bench/balance.py --large   our planner on 128 to 256 ranks, for known loads; a minute
-    python bench/balance.py --trace FILE.npz --ranks 32 --slots 2 --csv out.csv --dump plans.npz
+    python bench/balance.py --trace FILE.npz --ranks 32 --slots 2
 
 The benchmark replays a load step by step, every layer on its own, from the first step, which no
 planner can forecast (`hecate-unpriced` fills its slots even then, all other planners start without
@@ -22,15 +21,10 @@ published descriptions (`bench/rivals/`), so their figures are not their authors
 | step time | modelled time of the layer with the compute around it, forced balance = 1 |
 | place us, split us | median time per layer before and after the gate |
 
-Copies are arrivals. eplb, flexmoe and smartmoe keep received experts, so only new experts count.
-laer restores all its experts in every step, so all of its experts count. A late copy may take the
-slot of an earlier one; both count. Planning time is not part of the step time; our planner is
-compiled, the rivals use numpy.
-
---dump writes, per planner P, P/home [T, L, E], P/holders [T, L, E, R] (P/placed: before the gate)
-and P/quota [T, L, R, E, R], the tokens of rank r for expert e that rank d computes; and load
-[T, L, R, E] and node [R]. Counts have the smallest sufficient unsigned type: widen them before you
-subtract.
+Copies are arrivals. eplb keeps received experts, so only new experts count. laer restores all its
+experts in every step, so all of its experts count. A late copy may take the slot of an earlier one;
+both count. Planning time is not part of the step time; our planner is compiled, the rivals use
+numpy.
 """
 
 from __future__ import annotations
@@ -38,27 +32,23 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 
-import large_groups
 import numpy as np
 from cases import SYNTHETIC_STEPS, Case, cases
 from loads import synthetic_names
 from rivals import find_planners
 from rivals.planner import Planner
-from rivals.report import COLUMNS, Dump, Row, markdown, write_csv
+from rivals.report import COLUMNS, Row, markdown
 from rivals.score import Score, check_plan, score
 
 LEGEND: str = """
 * on this machine; all other columns are the same everywhere
 imbalance: max / mean rank load, over all steps and layers; 1 is perfect
-copies, late: weights received per rank, layer and step. eplb, flexmoe, smartmoe: new replicas \
-only; laer: all experts
+copies, late: weights received per rank, layer and step. eplb: new replicas only; laer: all experts
 step time: modelled, forced balance = 1; planning (place us, split us) is not part of it"""
 
 
@@ -100,7 +90,11 @@ class Result:
 def replay(
     planner: type[Planner], case: Case, *, record: Callable[..., None] | None = None
 ) -> Result:
-    """Plan every step and layer of a load with one planner; check and score every plan."""
+    """Plan every step and layer of a load with one planner; check and score every plan.
+
+    ``record`` is called with placements before and after the gate and quotas, for every step and,
+    within it, every layer.
+    """
     steps, layers, _, _ = case.counts.shape
     setting = case.setting
     plans = [planner(setting) for _ in range(layers)]
@@ -132,16 +126,13 @@ def replay(
     return Result(figures, float(np.median(place_s)) * 1e6, float(np.median(split_s)) * 1e6)
 
 
-def compare(
-    case: Case, planners: Sequence[type[Planner]], *, skip: int, dump: Path | None = None
-) -> list[Row]:
+def compare(case: Case, planners: Sequence[type[Planner]], *, skip: int) -> list[Row]:
     """Replay a load with every planner.
 
     Args:
         case: load and group.
         planners: planners to compare.
         skip: first steps that are replayed, but not counted.
-        dump: file for all plans.
 
     Returns:
         One row per planner.
@@ -150,16 +141,13 @@ def compare(
     forced = replay(find_planners()["forced"], case)
     forced_seconds = float(forced.figures["seconds"][skip:].sum())
     rows = []
-    world = case.setting.world
-    about = f"{case.load}, {world.num_ranks} ranks"
-    with Dump(dump, load=case.counts, node=world.node) if dump else nullcontext() as archive:
-        for planner in planners:
-            start = time.perf_counter()
-            with archive.planner(planner.name) if archive else nullcontext() as record:
-                result = replay(planner, case, record=record)
-            rows.append(result.row(case, planner, skip=skip, forced_seconds=forced_seconds))
-            seconds = time.perf_counter() - start
-            print(f"{about}, {planner.name}: {seconds:.1f} s", file=sys.stderr)
+    for planner in planners:
+        start = time.perf_counter()
+        result = replay(planner, case)
+        rows.append(result.row(case, planner, skip=skip, forced_seconds=forced_seconds))
+        seconds = time.perf_counter() - start
+        about = f"{case.load}, {case.setting.num_ranks} ranks, {planner.name}"
+        print(f"{about}: {seconds:.1f} s", file=sys.stderr)
     return rows
 
 
@@ -172,22 +160,6 @@ def _planners(names: str) -> list[type[Planner]]:
     if unknown := [name for name in wanted if name not in found]:
         raise ValueError(f"no planner is named {', '.join(unknown)}; there are {', '.join(found)}")
     return [found[name] for name in wanted]
-
-
-def _check_output(flag: str, path: Path) -> None:
-    """Check, before minutes of work, that ``path`` can be written.
-
-    Raises:
-        ValueError: if it cannot be written.
-    """
-    if path.is_dir():
-        raise ValueError(f"{flag} {path} is a folder; name a file in it")
-    folder = path.resolve().parent
-    if not folder.is_dir():
-        raise ValueError(f"{flag} {path}: the folder {path.parent} does not exist; create it first")
-    target = path if path.exists() else folder
-    if not os.access(target, os.W_OK):
-        raise ValueError(f"{flag} {path}: no permission to write it")
 
 
 def number(text: str) -> float:
@@ -234,18 +206,6 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         help="replay, but do not count, the first steps (%(default)s)",
     )
-    add(
-        "--large",
-        action="store_true",
-        help="only the table of large groups (bench/large_groups.py)",
-    )
-    add("--csv", type=Path, metavar="FILE", help="write the table with full precision")
-    add(
-        "--dump",
-        type=Path,
-        metavar="FILE.npz",
-        help="write all plans of one load on one group size, see above",
-    )
     _add_layer_options(parser)
     return parser
 
@@ -268,12 +228,7 @@ def _add_layer_options(parser: argparse.ArgumentParser) -> None:
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse and validate the command line; adds ``planners`` and ``cases``."""
     parser = _parser()
-    given = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(argv)
-    if args.large:
-        if len(given) > 1:
-            parser.error(f"--large takes no other option, got {' '.join(given)}")
-        return args
     for name in ("per_node", "hidden", "ffn", "pairs", "microbatches", "steps"):
         value = getattr(args, name)
         if value is not None and value < 1:
@@ -289,19 +244,8 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     except (ValueError, AssertionError):
         parser.error(f"--ranks takes numbers of ranks, as in 8,16,32, got {args.ranks!r}")
     try:
-        for flag, path in (("--csv", args.csv), ("--dump", args.dump)):
-            if path:
-                _check_output(flag, path)
-                # The benchmark must not overwrite its input.
-                if path.resolve() in [Path(trace).resolve() for trace in args.trace or ()]:
-                    raise ValueError(f"{flag} {path} is a recorded load; name another file")
         args.planners = _planners(args.planner)
         args.cases = list(cases(args))
-        if args.dump and len(args.cases) != 1:
-            raise ValueError(
-                f"--dump takes one load on one group size, got {len(args.cases)} combinations; "
-                "select one with --trace or --load, and --ranks"
-            )
     except ValueError as error:
         parser.error(str(error))
     return args
@@ -310,16 +254,11 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> list[Row]:
     """Run the benchmark; returns the rows."""
     args = _arguments(argv)
-    if args.large:
-        large_groups.report()
-        return []
     rows: list[Row] = []
     for case in args.cases:
-        rows += compare(case, args.planners, skip=args.skip, dump=args.dump)
+        rows += compare(case, args.planners, skip=args.skip)
     print(markdown(rows, COLUMNS))
     print(LEGEND)
-    if args.csv:
-        write_csv(args.csv, rows, COLUMNS)
     return rows
 
 

@@ -4,7 +4,7 @@
 
 Each table marks the rows that were fitted to the measurements and the rows that were held back.
 docs/what-if-checks.md keeps the output. Sources and licences of the measurements:
-bench/data/README.md. W0 to W7 have their own command, bench/workloads.py.
+bench/data/README.md.
 """
 
 from __future__ import annotations

@@ -10,8 +10,7 @@ its favour; its docstring lists these decisions.
 | `split` | quotas; even split among holders, and sources for given totals |
 | `score` | figures of one step of one planner |
 | `copies` | traffic of copies |
-| `report` | table, CSV and the dump |
-| `algorithm2` | homes of all layers by the Hecate paper; not a planner; used by `bench/homes.py` |
+| `report` | the table |
 | other files | one planner each |
 """
 

@@ -149,8 +149,8 @@ class Resident(Planner):
     """Planner whose copies are permanent.
 
     A new copy fetches weights and optimizer state, and gradients are all-reduced in every step.
-    Every copy has its own optimizer, as in FlexMoE; otherwise it would fetch its weights after each
-    update. An all-reduce counts as a send to the home and back.
+    Every copy has its own optimizer; otherwise it would fetch its weights after each update. An
+    all-reduce counts as a send to the home and back.
     """
 
     def __init__(self, setting: Setting) -> None:
@@ -173,9 +173,9 @@ class Resident(Planner):
         return Moves(early=new, late=no_traffic(self.setting.num_ranks), grads=grads, state=new)
 
 
-def mean_load(history: Sequence[np.ndarray], window: int = WINDOW) -> np.ndarray:
-    """Average the tokens per expert, [E], over the last ``window`` steps, summed over ranks."""
-    return np.mean([load.sum(axis=0) for load in history[-window:]], axis=0)
+def mean_load(history: Sequence[np.ndarray]) -> np.ndarray:
+    """Average the tokens per expert, [E], over the last `WINDOW` steps, summed over ranks."""
+    return np.mean([load.sum(axis=0) for load in history[-WINDOW:]], axis=0)
 
 
 def from_holders(holders: np.ndarray, home: np.ndarray) -> Placement:

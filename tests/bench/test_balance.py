@@ -1,16 +1,14 @@
 """The balance benchmark and its loads.
 
-Oracles: the dump, recomputed here with plain numpy and nothing of ours, must give the CSV's figures; loads must sum to
-what they were made from; the same command must print the same twice. Then bad input, and the message a user needs.
+Oracles: the plans, scored here with plain numpy and nothing of ours, must give the table's figures; loads must sum to
+what they were made from; the same command must give the same twice. Then bad input, and the message a user needs.
 """
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
 import balance
-import large_groups
 import loads
 import numpy as np
 import pytest
@@ -98,46 +96,46 @@ def run(trace: Path, *more: str) -> list[dict]:
     return balance.main(["--trace", str(trace), "--per-node", "4", "--slots", "1", *more])
 
 
-def test_the_dump_gives_the_csv(trace, tmp_path) -> None:
-    out, plans = tmp_path / "out.csv", tmp_path / "plans.npz"
-    run(trace, "--ranks", "8", "--skip", "1", "--csv", str(out), "--dump", str(plans))
-    with out.open() as file:
-        rows = {row["planner"]: row for row in csv.DictReader(file)}
-    assert set(rows) == set(find_planners())
-    with np.load(plans) as archive:
-        load, node = archive["load"].astype(int), archive["node"]
-        assert (load == np.load(trace)["counts"]).all()
-        for name, row in rows.items():
-            quota, home = archive[f"{name}/quota"].astype(int), archive[f"{name}/home"]
-            holders, placed = archive[f"{name}/holders"], archive[f"{name}/placed"]
-            assert (
-                quota.shape == (4, 2, 8, 16, 8)
-                and home.shape == (4, 2, 16)
-                and holders.shape == (4, 2, 16, 8)
-            )
-            if name != "forced":
-                assert (quota.sum(axis=-1) == load).all()
-            assert (quota.sum(axis=(-1, -2)) == load.sum(axis=-1)).all()
-            assert not (quota.sum(axis=2) * ~holders).any()
-            assert np.take_along_axis(holders, home[..., None], axis=-1).all()
+def test_the_figures_are_those_of_the_plans(trace) -> None:
+    command = ["--trace", str(trace), "--per-node", "4", "--slots", "1", "--ranks", "8"]
+    (case,) = balance._arguments(command).cases
+    load, node = np.load(trace)["counts"].astype(int), np.arange(8) // 4
+    for name, planner in find_planners().items():
+        plans: list[tuple] = []
 
-            rank = quota.sum(axis=(2, 3))[1:]
-            imbalance = rank.max(axis=-1) / rank.mean(axis=-1)
-            assert float(row["imbalance_mean"]) == pytest.approx(imbalance.mean())
-            assert float(row["imbalance_p95"]) == pytest.approx(np.percentile(imbalance, 95))
-            assert float(row["imbalance_p99"]) == pytest.approx(np.percentile(imbalance, 99))
-            crossing = (quota.sum(axis=3) * (node[:, None] != node))[1:].sum(axis=(-1, -2)) / quota[
-                1:
-            ].sum(axis=(2, 3, 4))
-            assert float(row["crossing"]) == pytest.approx(crossing.mean())
-            assert int(row["extra"]) == holders[1:].sum(axis=2).max() - 2
-            assert float(row["late"]) == pytest.approx(
-                (holders & ~placed)[1:].sum(axis=(2, 3)).mean() / 8
+        def record(before, after, quotas, plans=plans) -> None:
+            dense = np.zeros((8, 16, 8), dtype=int)
+            dense[:, quotas.expert, quotas.rank] = quotas.tokens
+            plans.append((before.holders, after.holders, after.home, dense))
+
+        result = balance.replay(planner, case, record=record)
+        row = result.row(case, planner, skip=1, forced_seconds=1.0)
+        placed, holders, home, quota = (
+            np.reshape(parts, (4, 2, *np.shape(parts[0]))) for parts in zip(*plans, strict=True)
+        )
+        if name != "forced":
+            assert (quota.sum(axis=-1) == load).all()
+        assert (quota.sum(axis=(-1, -2)) == load.sum(axis=-1)).all()
+        assert not (quota.sum(axis=2) * ~holders).any()
+        assert np.take_along_axis(holders, home[..., None], axis=-1).all()
+
+        rank = quota.sum(axis=(2, 3))[1:]
+        imbalance = rank.max(axis=-1) / rank.mean(axis=-1)
+        assert float(row["imbalance_mean"]) == pytest.approx(imbalance.mean())
+        assert float(row["imbalance_p95"]) == pytest.approx(np.percentile(imbalance, 95))
+        assert float(row["imbalance_p99"]) == pytest.approx(np.percentile(imbalance, 99))
+        crossing = (quota.sum(axis=3) * (node[:, None] != node))[1:].sum(axis=(-1, -2)) / quota[
+            1:
+        ].sum(axis=(2, 3, 4))
+        assert float(row["crossing"]) == pytest.approx(crossing.mean())
+        assert int(row["extra"]) == holders[1:].sum(axis=2).max() - 2
+        assert float(row["late"]) == pytest.approx(
+            (holders & ~placed)[1:].sum(axis=(2, 3)).mean() / 8
+        )
+        if name in ("hecate", "hecate-unpriced", "algorithm1", "fill", "clone-in-node"):
+            assert float(row["copies"]) == pytest.approx(
+                (placed.sum(axis=(2, 3))[1:] - 16).mean() / 8
             )
-            if name in ("hecate", "hecate-unpriced", "algorithm1", "fill", "clone-in-node"):
-                assert float(row["copies"]) == pytest.approx(
-                    (placed.sum(axis=(2, 3))[1:] - 16).mean() / 8
-                )
 
 
 def test_ideal_rows(trace) -> None:
@@ -175,42 +173,18 @@ def test_a_copy_serves_all_microbatches_of_an_iteration(trace) -> None:
     assert one["copies"] < many["copies"] < 0.5 * all_at_once["copies"]
 
 
-def test_large_groups_take_no_other_option(capsys) -> None:
-    assert "--large takes no other option, got --large --ranks 8" in refusal(
-        capsys, "--large", "--ranks", "8"
-    )
-
-
-@pytest.mark.slow
-def test_large_groups_are_printed(capsys, monkeypatch) -> None:
-    monkeypatch.setattr(large_groups, "SIZES", (16,))
-    monkeypatch.setattr(large_groups, "SKEWS", ("lognormal 1", "one of 5 %", "pysrc_e64k6_aux0"))
-    assert balance.main(["--large"]) == []
-    table = [
-        line.split("|")[1:-1]
-        for line in capsys.readouterr().out.splitlines()
-        if line.startswith("|")
-    ]
-    assert {len(row) for row in table} == {9} and len(table) == 2 + 3 * 3
-    for row in table[2:]:
-        before, after, ratio = float(row[3]), float(row[4].split("/")[0]), float(row[5])
-        assert 1 <= after < before and ratio == pytest.approx(after / before, abs=0.01)
-
-
-def test_the_same_command_twice(trace, tmp_path, capsys) -> None:
-    text = []
-    for name in ("a.csv", "b.csv"):
-        run(trace, "--ranks", "4,16", "--csv", str(tmp_path / name))
-        with (tmp_path / name).open() as file:
-            text.append(
-                [{k: v for k, v in row.items() if k not in TIMING} for row in csv.DictReader(file)]
-            )
-    assert text[0] == text[1] and len(text[0]) == 2 * len(find_planners())
+def test_the_same_command_twice(trace, capsys) -> None:
+    runs = []
+    for _ in range(2):
+        rows = run(trace, "--ranks", "4,16")
+        runs.append([{k: v for k, v in row.items() if k not in TIMING} for row in rows])
+    assert runs[0] == runs[1] and len(runs[0]) == 2 * len(find_planners())
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len({line.count("|") for line in table}) == 1
 
 
-def test_help_names_every_load_and_planner(capsys) -> None:
+def test_help_names_every_load_and_planner(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     with pytest.raises(SystemExit, match="0"):
         balance.main(["--help"])
     text = capsys.readouterr().out.split()
@@ -284,19 +258,10 @@ def test_bad_files(tmp_path, capsys) -> None:
         (["--slots", "60", "--ranks", "8"], "slots=60 is out of range"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
         (["--skip", "40"], "--skip 40 leaves none of 40 steps"),
-        (["--dump", "plans.npz"], "--dump takes one load on one group size, got 4"),
         (["--load", "zipf-2,uniform,zipf-2"], "two loads are named zipf-2"),
         (["--pairs", "nan"], "argument --pairs: nan is not finite"),
         (["--hidden-us", "inf"], "argument --hidden-us: inf is not finite"),
         (["--ranks", "2", "--load", "zipf-2"], "out of range for 2 ranks"),
-        (
-            ["--csv", "no-such-folder/out.csv"],
-            "--csv no-such-folder/out.csv: the folder no-such-folder does not exist",
-        ),
-        (
-            ["--dump", "no-such-folder/p.npz"],
-            "--dump no-such-folder/p.npz: the folder no-such-folder does not exist",
-        ),
         (
             ["--measured", "nothing.json", "--ranks", "8"],
             "nothing.json does not hold measured speeds",
@@ -306,17 +271,6 @@ def test_bad_files(tmp_path, capsys) -> None:
 )
 def test_bad_arguments(arguments, message, capsys) -> None:
     assert message in refusal(capsys, "--load", "uniform", *arguments)
-
-
-@pytest.mark.parametrize("flag", ["--csv", "--dump"])
-def test_outputs_must_be_files(flag, trace, tmp_path, capsys) -> None:
-    arguments = ["--trace", str(trace), "--ranks", "8"]
-    assert f"{flag} {tmp_path} is a folder; name a file in it" in refusal(
-        capsys, *arguments, flag, str(tmp_path)
-    )
-    within = f"{trace}/out"
-    assert f"the folder {trace} does not exist" in refusal(capsys, *arguments, flag, within)
-    assert f"{flag} {trace} is a recorded load" in refusal(capsys, *arguments, flag, str(trace))
 
 
 def test_planners_named_twice_run_once(trace) -> None:

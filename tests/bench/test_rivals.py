@@ -7,7 +7,6 @@ A rival that is wrong would lose, or win, a comparison it should not.
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -17,22 +16,19 @@ from rivals import find_planners
 from rivals.clone import CloneInNode
 from rivals.copies import fan_out
 from rivals.eplb import EPLB, balanced_packing, replicate_experts
-from rivals.fastermoe import FasterMoE
 from rivals.fill import Fill
-from rivals.flexmoe import FlexMoE
 from rivals.forced import ForcedBalance
 from rivals.laer import LAER, _replicas, gather_shards
 from rivals.llep import _spill
 from rivals.planner import Setting
 from rivals.score import score
-from rivals.smartmoe import SmartMoE
 from rivals.split import even_split, nearest_sources
 
-from megatron_hecate.plan import H100, LayerShape, Link, Placement, Speeds, World
+from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.tools.traffic import token_traffic
 
 UNIT = LayerShape(expert_bytes=1, grad_bytes=2, token_bytes=1, token_flops=1.0)
-ANY_NUMBER_OF_COPIES = {"fastermoe", "llep"}  # as their docstrings say
+ANY_NUMBER_OF_COPIES = {"llep"}  # as its docstring says
 
 
 def setting(num_experts: int, node: tuple[int, ...], *, slots: int) -> Setting:
@@ -129,33 +125,6 @@ def test_sources_of_given_totals_are_near() -> None:
     assert tokens.tolist() == [[4, 1, 0], [0, 1, 0], [0, 0, 4], [0, 0, 2]]
 
 
-@pytest.mark.parametrize(("shadow_seconds", "shadowed"), [(50, [0]), (80, [])])
-def test_fastermoe_shadows_what_its_model_says_pays(shadow_seconds, shadowed) -> None:
-    # 4 ranks, one expert each, 1 s per token: base 3 x 40. Expert 0 everywhere: 3 x (4 + 10) + cost of a shadow;
-    # expert 1 too: 3 x (4 + 11) + twice that.
-    shape = LayerShape(expert_bytes=shadow_seconds, grad_bytes=1, token_bytes=0, token_flops=1.0)
-    world = World(node=(0,) * 4, speeds=dataclasses.replace(H100, intra=Link(1.0, 0.0), flops=1.0))
-    planner = FasterMoE(Setting(4, world=world, shape=shape, slots=0))
-    load = np.array([[10, 1, 1, 1]] * 4)
-    placement = planner.correct(load, planner.place([]))
-    assert np.flatnonzero(placement.holders.all(axis=1)).tolist() == shadowed
-    assert planner.split(load, placement).rank_load(4).tolist() == (
-        [10, 14, 14, 14] if shadowed else [40, 4, 4, 4]
-    )
-
-
-def test_smartmoe_swaps_after_25_steps_with_the_optimizer_state() -> None:
-    planner = SmartMoE(setting(4, (0, 0), slots=0))
-    history = [np.array([[9, 8, 1, 0]] * 2)] * 25
-    for step in range(25):
-        assert planner.place(history[:step]).home.tolist() == [0, 0, 1, 1]
-    placed = planner.place(history)
-    assert placed.home.tolist() == [0, 1, 1, 0]
-    moves = planner.moves(placed, placed)
-    assert moves.state.intra == moves.early.intra == 2
-    assert moves.grads.intra == 0
-
-
 def test_eplb_packs_and_replicates_greedily() -> None:
     assert balanced_packing(np.array([5, 4, 3, 2, 1, 1]), 3).tolist() == [0, 1, 2, 2, 1, 0]
     assert replicate_experts(np.array([8, 4, 2, 2]), 6, most=4).tolist() == [3, 1, 1, 1]
@@ -203,28 +172,6 @@ def test_clones_stay_in_their_node() -> None:
     assert placement.replicas == ((0, 1, 1),)
     assert planner.split(load, placement).rank_load(4).tolist() == [60, 60, 40, 40]
     assert planner.moves(planner.place([]), placement).late.intra == 1
-
-
-def test_flexmoe_expands_until_the_trigger_is_met() -> None:
-    planner = FlexMoE(setting(2, (0, 0), slots=1))
-    assert planner.place([np.array([[5, 1]] * 2)]).holders.all()  # 10 | 2 -> 5 | 7 -> 6 | 6
-
-
-def test_flexmoe_shrinks_to_make_room_and_migrates() -> None:
-    full = FlexMoE(setting(2, (0, 0), slots=0))
-    assert full.place([np.array([[5, 1]] * 2)]).home.tolist() == [
-        0,
-        1,
-    ]  # no room, and a swap does not help
-    planner = FlexMoE(setting(4, (0, 0), slots=0))
-    placed = planner.place([np.array([[5, 5, 1, 1]])])  # 10 | 2: a hot and a cold one change places
-    assert placed.home.tolist() == [1, 0, 0, 1]
-    # one slot per rank, taken by expert 0; now expert 1 is hot, so a copy of 0 makes room for one of 1
-    planner = FlexMoE(setting(4, (0, 0), slots=1))
-    assert planner.place([np.array([[12, 2, 1, 1]])]).holders[0].all()
-    after = planner.place([np.array([[1, 12, 1, 1]])])
-    assert after.holders[1].all()
-    assert after.holders.sum(axis=0).max() <= 3
 
 
 def test_laer_counts_replicas_by_load_per_replica() -> None:
