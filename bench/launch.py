@@ -43,13 +43,12 @@ def again_on_gpus(script: str, ranks: int) -> int:
         return 2
 
 
-def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
+def again_on_ranks(script: str, ranks: int) -> int:
     """Run ``script`` with this process's arguments on CPUs, for at most half an hour.
 
     Args:
         script: path of the script.
         ranks: number of processes.
-        environment: additional environment variables.
 
     Returns:
         Exit status of torchrun.
@@ -62,5 +61,4 @@ def again_on_ranks(script: str, ranks: int, **environment: str) -> int:
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [*torchrun(ranks), script, *sys.argv[1:]]
-    variables = {**os.environ, **settings, **environment}
-    return subprocess.run(command, env=variables, timeout=1800).returncode
+    return subprocess.run(command, env={**os.environ, **settings}, timeout=1800).returncode

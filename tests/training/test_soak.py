@@ -1,6 +1,5 @@
 """Some hundred iterations with all that disturbs a job: exceptions, evaluation, other numbers of microbatches,
-checkpoints, restarts in the process; signals and restarts of all processes as well in `bench/soak.py`.
-`pytest -s -m slow tests/training/test_soak.py` prints the figures.
+checkpoints, restarts in the process. `pytest -s -m slow tests/training/test_soak.py` prints the figures.
 
 Oracle: stock Megatron, disturbed alike or not at all, for every loss; what a process held early in the same run.
 """
@@ -12,15 +11,10 @@ import gc
 import itertools
 import os
 import random
-import re
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pretraining import ROOT
 from ranks import ranks
 
 ITERATIONS = 220
@@ -170,25 +164,3 @@ def _growth(soak: _Soak, what: str) -> float:
     """The most that an attempt adds to what the one before held."""
     held = [getattr(late, what) for _, late in soak.held]
     return max(after - before for before, after in itertools.pairwise(held))
-
-
-@pytest.mark.newest
-@pytest.mark.slow
-def test_a_job_outlives_signals_exceptions_and_restarts() -> None:
-    """The short version of the run in docs/operate.md, on four ranks in two expert-parallel groups; it checks what it
-    prints."""
-    command = [sys.executable, "bench/soak.py", "--iterations", "60", "--seed", "1"]
-    process = subprocess.Popen(
-        [*command, "--ep", "2", "--minutes", "7"], cwd=ROOT, text=True, stdout=subprocess.PIPE
-    )
-    try:
-        log, _ = process.communicate(timeout=540)
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # the supervisor ends its ranks
-        process.wait(60)
-        raise
-    print(log)
-    assert process.returncode == 0, log
-    assert "0 checks failed" in log
-    times = [int(n) for n in re.findall(r"^\| [a-zA-Z].*? \| (\d+) \| [\d.]+; ", log, re.MULTILINE)]
-    assert len(times) == 8 and all(times), "an event of each kind"
