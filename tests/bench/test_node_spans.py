@@ -21,6 +21,7 @@ import node_spans
 import pytest
 import torch
 from node_spans import COLUMNS, Trace, category, rank_times, read, table, where_time_goes
+from seeds import seeds
 from torch.profiler import ProfilerActivity, profile, record_function
 
 pytestmark = pytest.mark.fast
@@ -207,7 +208,7 @@ def naive(rank: Rank, timeline: Sequence[Any], *, begin: int, end: int) -> Count
     return counts
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60)
 def test_columns_are_those_of_each_moment(seed: int, tmp_path: Path) -> None:
     ranks, spans = some_step(random.Random(seed))
     traces = traces_of(ranks, tmp_path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from seeds import seeds
 
 from megatron_hecate.comm.transport import ALIGNMENT, Copy, LayerBuffer, TransferPlan, chunks_in
 from megatron_hecate.plan import EMPTY, Placement
@@ -38,7 +39,7 @@ def test_a_small_plan() -> None:
     assert late[2].receives == ((1, 0),) and late[2].turns == (0,)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_both_ends_of_a_copy_agree(seed: int) -> None:
     """Of any two ranks, what one sends to the other is what that receives, in the same order and rounds."""
     rng = np.random.default_rng(seed)
@@ -109,7 +110,7 @@ def _copies(placement: Placement) -> list[Copy]:
 
 
 @pytest.mark.parametrize("one_expert", [False, True], ids=["any", "of one expert"])
-@pytest.mark.parametrize("seed", range(30))
+@seeds(30)
 def test_random_placements(seed: int, one_expert: bool) -> None:
     """Every rank derives the same copies; what is late is what the earlier placement lacks."""
     rng = np.random.default_rng(seed)

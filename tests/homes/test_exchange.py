@@ -5,16 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from ranks import ranks
+from seeds import seeds
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("hundred", range(4))
-def test_pieces_are_the_wanted_elements_each_from_a_rank_that_keeps_it(hundred: int) -> None:
-    for seed in range(100 * hundred, 100 * hundred + 100):
-        _check_pieces(seed)
-
-
-def _check_pieces(seed: int) -> None:
+@seeds(400)
+def test_pieces_are_the_wanted_elements_each_from_a_rank_that_keeps_it(seed: int) -> None:
     """Random shards, which may lie over one another: of a tensor cut once (the distributed optimizer's), and of whole
     ones and parts at random."""
     from megatron_hecate.homes.exchange import Shard, pieces

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 from plan_cases import some_load, some_world
+from seeds import seeds
 
 from megatron_hecate.homes.planner import HomeSearch
 from megatron_hecate.plan import CopyCost, Placement, World, largest_load, plan_replicas
@@ -119,7 +120,7 @@ def test_close_to_the_best_of_all_assignments_with_replicas() -> None:
 # what is returned
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 def test_an_order_is_a_permutation_and_its_price_is_that_of_its_moves(seed: int) -> None:
     """Uneven, interleaved nodes; bytes and seconds as `tools.traffic` counts them; what is saved as worked out here."""
     rng = np.random.default_rng(seed)
@@ -294,7 +295,7 @@ def test_prices_and_limits_are_above_zero(name: str) -> None:
 # nothing else knows
 
 
-@pytest.mark.parametrize("seed", range(4))
+@seeds(4)
 def test_replicas_planned_by_position_are_those_planned_with_the_homes_where_they_are(
     seed: int,
 ) -> None:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 from plan_cases import least_largest
+from seeds import seeds
 from shapes import swiglu
 
 from megatron_hecate.plan import H100, CopyCost, LayerShape, Link, Placement, World, plan_replicas
@@ -90,7 +91,7 @@ def test_as_many_replicas_a_rank_as_the_measured_times_make_fastest(name: str, t
     assert uncharged - best > 4 * (chosen - best)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@seeds(6)
 @pytest.mark.parametrize("share", [0.03, 0.1, 0.3])
 def test_dear_experts_are_as_few_as_in_the_best_of_all_placements(seed: int, share: float) -> None:
     """Two slots on each of three ranks. ``share``: tokens of each further expert of a rank, over the mean rank load."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from plan_cases import some_homes, some_load, some_replicas, some_world
+from seeds import seeds
 
 from megatron_hecate.plan import CopyCost, Placement, World, add_late_replicas, largest_load
 
@@ -21,7 +22,7 @@ def late(load: np.ndarray, placement: Placement, world: World, **given: float) -
     )
 
 
-@pytest.mark.parametrize("seed", range(120))
+@seeds(120)
 def test_late_replicas_win_more_than_they_cost(seed: int) -> None:
     rng = np.random.default_rng(seed)
     before = some_replicas(rng, some_homes(rng))

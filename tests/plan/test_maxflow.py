@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from plan_cases import chain, least_largest, some_homes, some_load, some_replicas
+from seeds import seeds
 
 from megatron_hecate.plan import EMPTY, Placement, largest_load
 from megatron_hecate.plan.maxflow import balance, rebalance
@@ -12,7 +13,7 @@ from megatron_hecate.plan.maxflow import balance, rebalance
 pytestmark = pytest.mark.fast
 
 
-@pytest.mark.parametrize("seed", range(150))
+@seeds(150)
 def test_as_a_library_finds_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     placement = some_replicas(rng, some_homes(rng))
@@ -20,7 +21,7 @@ def test_as_a_library_finds_it(seed: int) -> None:
     assert largest_load(load, placement) == least_largest(load, placement)
 
 
-@pytest.mark.parametrize("seed", range(80))
+@seeds(80)
 def test_a_replica_that_comes_changes_what_a_library_finds(seed: int) -> None:
     """In an empty slot, or over another replica: as when everything is balanced anew, and tokens stay whole."""
     rng = np.random.default_rng(seed)

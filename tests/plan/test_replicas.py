@@ -12,6 +12,7 @@ import itertools
 import numpy as np
 import pytest
 from plan_cases import least_largest, some_homes, some_load, some_world
+from seeds import seeds
 from shapes import swiglu
 
 from megatron_hecate.plan import (
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.fast
 FREE = CopyCost()
 
 
-@pytest.mark.parametrize("seed", range(120))
+@seeds(120)
 def test_every_plan_is_valid_and_the_same_again(seed: int) -> None:
     rng = np.random.default_rng(seed)
     homes = some_homes(rng)
@@ -43,7 +44,7 @@ def test_every_plan_is_valid_and_the_same_again(seed: int) -> None:
     assert (again.table == plan.table).all()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12)
 def test_tiny_groups_come_near_the_best_of_all_placements(seed: int) -> None:
     """Three ranks, one slot each, every placement tried; the plan leaves a tenth of the mean more at most."""
     rng = np.random.default_rng(seed)
@@ -215,7 +216,7 @@ def test_on_one_node_tokens_stay_on_their_rank_where_homes_send_copies() -> None
     assert plan_replicas(load, homes, World((0, 0)), cost=alone).num_replicas == 1
 
 
-@pytest.mark.parametrize("seed", range(24))
+@seeds(24)
 def test_measured_times_change_no_plan_where_hiding_wins_nothing(seed: int) -> None:
     """On CPU ranks, whose cores move the bytes: two runs plan alike. Oracle: the plan with nothing hidden."""
     rng = np.random.default_rng(seed)

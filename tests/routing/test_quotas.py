@@ -15,6 +15,7 @@ import torch
 from plan_cases import chain, fits, least_largest, some_homes, some_load, some_replicas, some_world
 from scipy.optimize import linprog
 from scipy.sparse import lil_array
+from seeds import seeds
 
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import (
@@ -90,7 +91,7 @@ def deal_one_by_one(
     return dealt
 
 
-@pytest.mark.parametrize("seed", range(80))
+@seeds(80)
 def test_every_token_goes_to_one_holder_the_nearest_first(seed: int) -> None:
     rng = np.random.default_rng(seed)
     placement = some_replicas(rng, some_homes(rng))
@@ -113,7 +114,7 @@ def test_every_token_goes_to_one_holder_the_nearest_first(seed: int) -> None:
         assert (table[:, expert] == want).all()
 
 
-@pytest.mark.parametrize("seed", range(20))
+@seeds(20)
 def test_a_source_finds_its_own_part(seed: int) -> None:
     """What one rank computes on its device, against the table of all."""
     rng = np.random.default_rng(seed)
@@ -132,7 +133,7 @@ def test_a_source_finds_its_own_part(seed: int) -> None:
         assert (sizes == tokens[source]).all()
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60)
 def test_the_largest_load_is_the_smallest_possible(seed: int) -> None:
     """Random holders, ranks without tokens, steep loads; one part in 4,096 above it is allowed."""
     rng = np.random.default_rng(1000 + seed)
@@ -202,7 +203,7 @@ def fewest_crossing(loads: np.ndarray, placement: Placement, node: np.ndarray) -
     return found.fun / loads.sum()
 
 
-@pytest.mark.parametrize("seed", range(5))
+@seeds(5)
 def test_few_tokens_cross_nodes(seed: int) -> None:
     """Planned replicas in two slots of 16 ranks on two nodes: within 0.04 of all tokens of what a linear program
     finds."""
@@ -240,7 +241,7 @@ def test_extreme_counts_are_conserved(tokens: int) -> None:
     assert quotas.sum() == 32 * tokens and quotas.min() >= 0
 
 
-@pytest.mark.parametrize("seed", range(40))
+@seeds(40)
 def test_32_and_64_bits_give_the_same_quotas(seed: int) -> None:
     rng = np.random.default_rng(seed)
     placement = chain(12) if seed % 4 == 3 else some_replicas(rng, some_homes(rng), share=1.0)
@@ -250,7 +251,7 @@ def test_32_and_64_bits_give_the_same_quotas(seed: int) -> None:
     assert np.array_equal(few, many)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@seeds(60)
 def test_the_kernel_counts_with_as_many_bits_as_needed(seed: int) -> None:
     """Tokens around the bound of 32 bits, which an even start, or only a later level, may exceed."""
     rng = np.random.default_rng(seed)

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 from rerouting_cases import EXPERTS, RANKS, TOKENS, check_every_token
+from seeds import seeds
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("tp_size", [1, 2])
-@pytest.mark.parametrize("seed", range(8))
+@seeds(8)
 def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
     """With expert tensor parallelism (``tp_size``) as many sources share a rank."""
     check_every_token(seed, tp_size=tp_size)
