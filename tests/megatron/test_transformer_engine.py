@@ -10,27 +10,23 @@ import dataclasses
 from typing import Any
 
 import pytest
+from layouts import BIAS, DELAYED, FULL, MOE, MTP, MTP_REPEATED, SHARDED
+from layouts import FUSED_WGRAD as FUSED
 from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
 
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
-FUSED = dict(gradient_accumulation_fusion=True)
-OVERLAP = dict(distributed_optimizer=True, overlap=True)
-COMBINED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
 DISPATCH = dict(overlap_dispatch_backward_with_experts_wgrad=True)
 LATE = dict(late_replicas=2)
 ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act"])
-REPEATED = dict(mtp_num_layers=3, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3)
 
 # name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
 CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "plain": (2, dict(accumulate=2), {}, {}),
-    "bias": (2, dict(accumulate=2), dict(add_bias_linear=True), {}),
+    "bias": (2, dict(accumulate=2), BIAS, {}),
     "fused": (2, dict(accumulate=3), FUSED, {}),
-    "fused-bias": (2, dict(accumulate=2), dict(FUSED, add_bias_linear=True), {}),
+    "fused-bias": (2, dict(accumulate=2), dict(FUSED, **BIAS), {}),
     "fused-microbatch": (2, dict(accumulate=3), FUSED, dict(lifetime="layer")),
     "fused-layer": (2, dict(accumulate=2), FUSED, dict(lifetime="layer")),
     "fused-late": (2, dict(accumulate=2), FUSED, LATE),
@@ -45,42 +41,42 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "fused-bf16-main-grads-bias": (
         2,
         dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False),
-        dict(FUSED, add_bias_linear=True),
+        dict(FUSED, **BIAS),
         dict(lifetime="layer", transport="nvlink"),
     ),
-    "ep4-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), {}, {}),
-    "ep4-fused-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), FUSED, {}),
+    "ep4-distopt-overlap": (4, dict(ep=4, accumulate=2, **SHARDED), {}, {}),
+    "ep4-fused-distopt-overlap": (4, dict(ep=4, accumulate=2, **SHARDED), FUSED, {}),
     "edp2-fused-bf16-main-grads-distopt-overlap": (
         4,
-        dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False, **OVERLAP),
+        dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False, **SHARDED),
         FUSED,
         {},
     ),
-    "delayed": (2, dict(accumulate=4), dict(COMBINED, add_bias_linear=True), {}),
-    "delayed-fused": (2, dict(accumulate=4), dict(COMBINED, **FUSED), {}),
+    "delayed": (2, dict(accumulate=4), dict(DELAYED, **BIAS), {}),
+    "delayed-fused": (2, dict(accumulate=4), dict(DELAYED, **FUSED), {}),
     "delayed-fused-microbatch": (
         2,
         dict(accumulate=4),
-        dict(COMBINED, **FUSED),
+        dict(DELAYED, **FUSED),
         dict(lifetime="layer"),
     ),
     "delayed-fused-overlap": (
         2,
-        dict(accumulate=4, **OVERLAP),
-        dict(COMBINED, **FUSED),
+        dict(accumulate=4, **SHARDED),
+        dict(DELAYED, **FUSED),
         dict(lifetime="layer"),
     ),
-    "delayed-overlap": (2, dict(accumulate=4, **OVERLAP), COMBINED, {}),
+    "delayed-overlap": (2, dict(accumulate=4, **SHARDED), DELAYED, {}),
     "delayed-mtp": (
         2,
         dict(accumulate=2),
-        dict(COMBINED, **FUSED, mtp_num_layers=1, mtp_loss_scaling_factor=0.1),
+        dict(DELAYED, **FUSED, **MTP),
         dict(lifetime="layer"),
     ),
     "delayed-pp2-vpp2": (
         4,
-        dict(pp=2, vpp=2, accumulate=4, **OVERLAP),
-        dict(COMBINED, **FUSED),
+        dict(pp=2, vpp=2, accumulate=4, **SHARDED),
+        dict(DELAYED, **FUSED),
         {},
     ),
     "dispatch-overlap-fused": (2, dict(accumulate=2), dict(DISPATCH, **FUSED), {}),
@@ -94,17 +90,17 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "dispatch-overlap-fused-mtp-repeated": (
         2,
         dict(accumulate=2),
-        dict(DISPATCH, **FUSED, **REPEATED, **MOE),
+        dict(DISPATCH, **FUSED, **MTP_REPEATED, **MOE),
         dict(lifetime="layer"),
     ),
     "delayed-fused-activation": (
         2,
         dict(accumulate=4),
-        dict(COMBINED, **FUSED, **ACTIVATION),
+        dict(DELAYED, **FUSED, **ACTIVATION),
         dict(lifetime="layer"),
     ),
-    "te-2.9.0-delayed": (2, dict(accumulate=4, **OVERLAP), COMBINED, {}),
-    "te-2.9.0-bias": (2, dict(accumulate=2), dict(add_bias_linear=True), {}),
+    "te-2.9.0-delayed": (2, dict(accumulate=4, **SHARDED), DELAYED, {}),
+    "te-2.9.0-bias": (2, dict(accumulate=2), BIAS, {}),
     "te-2.9.0-fused": (2, dict(accumulate=3), FUSED, {}),
     "te-2.9.0-fused-bf16-main-grads": (
         2,
@@ -311,9 +307,7 @@ def test_a_step_that_breaks_off_before_its_weight_gradients(lifetime: str, where
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "with_", [dict(OVERLAP), dict(settings=dict(add_bias_linear=True))], ids=["overlap", "bias"]
-)
+@pytest.mark.parametrize("with_", [dict(SHARDED), dict(settings=BIAS)], ids=["overlap", "bias"])
 @ranks(2, preload="te")
 def test_gradients_that_stock_takes_too_early(with_: dict[str, Any]) -> None:
     """Why `unsupported` has a rule on ``overlap_dispatch_backward_with_experts_wgrad``; it can go when this fails.

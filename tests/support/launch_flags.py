@@ -48,7 +48,10 @@ AT_MOST = {
     "--moe-shared-expert-intermediate-size": 32,
 }
 _OWN_TESTS = "runs in tests of its own, over an emulator: "
-_QUANTIZED = _OWN_TESTS + "tests/training/test_quantized.py; tokens of a GEMM share scales"
+_QUANTIZED = (
+    _OWN_TESTS
+    + "tests/training/test_layouts.py and test_quantized.py; tokens of a GEMM share scales"
+)
 _KERNEL = "needs a kernel of the GPU"
 _ATTENTION = "attention of the CPU has neither windows nor offsets"
 _GRAPHS = _OWN_TESTS + "tests/training/test_cuda_graphs.py"

@@ -8,13 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from layouts import FULL, MOE
 from quick import quick
 from ranks import ranks
 
 LIFETIMES = ("iteration", "layer")
 RECOMPUTED = {
-    "full": dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1),
-    "moe": dict(recompute_granularity="selective", recompute_modules=["moe"]),
+    "full": FULL,
+    "moe": MOE,
 }
 REPEATED = (("mtp_num_layers", 3), ("mtp_use_repeated_layer", True))
 

@@ -11,13 +11,12 @@ import dataclasses
 from typing import Any
 
 import pytest
+from layouts import FULL, SHARDED
 from quick import quick
 from ranks import ranks
 
-SHARDED = dict(overlap=True, distributed_optimizer=True)
 # of the gradients: a reduction first waits for the bucket before
 ACCUMULATION = (("reduce_scatter_with_fp32_accumulation", True),)
-RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 def _slow(value: object) -> Any:
@@ -60,7 +59,7 @@ def test_gathers_of_recomputed_layers() -> None:
     """Buckets of one parameter each, also in the next tests."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(**SHARDED, bucket_size=1, settings=tuple(RECOMPUTE.items()))
+    case = tiny_gpt.Case(**SHARDED, bucket_size=1, settings=tuple(FULL.items()))
     tiny_gpt.initialize(case)
     _plan_apart(case, lifetime="layer")
 
@@ -126,7 +125,7 @@ def test_reductions_of_other_schedules(schedule: str) -> None:
     elif schedule == "combined":
         _plan_apart(dataclasses.replace(sharded, settings=combined))
     else:
-        recompute = tuple(RECOMPUTE.items())
+        recompute = tuple(FULL.items())
         _plan_apart(dataclasses.replace(sharded, settings=recompute), lifetime="layer")
 
 

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphed import SCOPES, declare
+from layouts import SHARDED
 from quick import quick
 from ranks import ranks
 
@@ -26,7 +27,7 @@ TRANSFORMER_ENGINE = {  # scopes, fields of Case, fields of TransformerConfig, s
     "attn": (("attn",), {}, {}, {}),
     "moe_router-late": (
         ("attn", "moe_router"),
-        dict(distributed_optimizer=True, overlap=True),
+        SHARDED,
         {},
         dict(late_replicas=4),
     ),
@@ -42,7 +43,7 @@ TRANSFORMER_ENGINE = {  # scopes, fields of Case, fields of TransformerConfig, s
     ),
     "preprocess-shared-aux-bf16": (
         ("moe_router", "moe_preprocess"),
-        dict(distributed_optimizer=True, overlap=True),
+        SHARDED,
         dict(
             moe_shared_expert_intermediate_size=32,
             moe_router_load_balancing_type="aux_loss",

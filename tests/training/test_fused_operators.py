@@ -11,17 +11,14 @@ import weakref
 from typing import Any
 
 import pytest
+from layouts import BIAS, DELAYED, FULL, INTERLEAVED, MOE, PIPELINE, SHARDED
+from layouts import FUSED_WGRAD as FUSED
 from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
 
-FUSED = dict(gradient_accumulation_fusion=True)
-OVERLAP = dict(distributed_optimizer=True, overlap=True)
-COMBINED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
 DISPATCH = dict(overlap_dispatch_backward_with_experts_wgrad=True)
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
 SQUARED_RELU = dict(
     gated_linear_unit=False, activation_func="squared_relu", use_fused_weighted_squared_relu=True
 )
@@ -29,7 +26,7 @@ MXFP8 = dict(fp8="e4m3", fp8_recipe="mxfp8")
 STORED = dict(  # parameters in MXFP8, and with them settings outside the model
     accumulate=2,
     bf16=True,
-    **OVERLAP,
+    **SHARDED,
     ddp=dict(fp8_param_gather=True, reuse_grad_buf_for_mxfp8_param_ag=True),
     optimizer=dict(fp8_recipe="mxfp8", reuse_grad_buf_for_mxfp8_param_ag=True),
 )
@@ -40,7 +37,6 @@ NCCLEP = dict(
     moe_expert_rank_capacity_factor=2.0,
     moe_ncclep_static_shape=True,
 )
-BIAS = dict(add_bias_linear=True)
 QUICK_GEGLU = dict(
     activation_func="quick_gelu",
     moe_mlp_glu_interleave_size=8,
@@ -62,17 +58,17 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "bias-late": (2, dict(accumulate=2), BIAS, dict(late_replicas=2)),
     "fused-squared-relu-layer": (2, dict(accumulate=2), dict(FUSED, **SQUARED_RELU), LAYER),
     "quick-geglu": (2, dict(accumulate=2), QUICK_GEGLU, {}),
-    "fused-bf16-distopt-overlap": (2, dict(accumulate=2, bf16=True, **OVERLAP), FUSED, {}),
+    "fused-bf16-distopt-overlap": (2, dict(accumulate=2, bf16=True, **SHARDED), FUSED, {}),
     "fused-recompute": (2, dict(accumulate=2), dict(FUSED, **FULL), {}),
     "fused-recompute-moe-layer": (2, dict(accumulate=2), dict(FUSED, **MOE), LAYER),
-    "delayed-bias": (2, dict(accumulate=4), dict(COMBINED, **BIAS), {}),
-    "delayed-fused-overlap": (2, dict(accumulate=4, **OVERLAP), dict(COMBINED, **FUSED), LAYER),
+    "delayed-bias": (2, dict(accumulate=4), dict(DELAYED, **BIAS), {}),
+    "delayed-fused-overlap": (2, dict(accumulate=4, **SHARDED), dict(DELAYED, **FUSED), LAYER),
     "dispatch-fused": (2, dict(accumulate=2), dict(DISPATCH, **FUSED), {}),
-    "fused-pp2": (4, dict(pp=2, accumulate=4), FUSED, dict(lifetime="layer")),
+    "fused-pp2": (4, PIPELINE, FUSED, dict(lifetime="layer")),
     "delayed-fused-pp2-vpp2": (
         4,
-        dict(pp=2, vpp=2, accumulate=4, **OVERLAP),
-        dict(COMBINED, **FUSED),
+        dict(INTERLEAVED, **SHARDED),
+        dict(DELAYED, **FUSED),
         {},
     ),
     "hybridep-latent": (2, dict(accumulate=2), dict(HYBRIDEP, moe_latent_size=16), {}),
@@ -94,11 +90,11 @@ CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "delayed-fused-mxfp8-param": (
         2,
         dict(STORED, accumulate=4),
-        dict(COMBINED, **FUSED, **MXFP8, fp8_param=True),
+        dict(DELAYED, **FUSED, **MXFP8, fp8_param=True),
         {},
     ),
     "fused-nvfp4": (2, dict(accumulate=2), dict(FUSED, fp4="e2m1"), {}),
-    "ep4-distopt-overlap": (4, dict(ep=4, accumulate=2, **OVERLAP), {}, {}),
+    "ep4-distopt-overlap": (4, dict(ep=4, accumulate=2, **SHARDED), {}, {}),
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import FULL
 from ranks import ranks
 
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
@@ -89,9 +90,7 @@ class Draw:
             # Megatron frees the memory that it gathers all tokens in; with pipelines some ranks fail, others wait
             settings["moe_token_dispatcher_type"] = "alltoall"
         if choose.random() < 0.3:
-            settings |= dict(
-                recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-            )
+            settings |= FULL
         homes = fields["experts"] // fields["ep"]
         elsewhere = fields["experts"] - homes
 

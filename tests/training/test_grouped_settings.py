@@ -6,11 +6,11 @@ Oracle: the same model without FSSDP, on the same ranks and data.
 from __future__ import annotations
 
 import pytest
+from layouts import FULL
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
 
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 SETTINGS = {
     "latent": dict(moe_latent_size=16, moe_shared_expert_intermediate_size=32),
     "latent-recompute": dict(moe_latent_size=16, **FULL),

@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from layouts import DELAYED, FULL
+from layouts import FUSED_WGRAD as FUSED
 from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
-FUSED = dict(gradient_accumulation_fusion=True)
-DELAYED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
-RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 FLEX = dict(moe_token_dispatcher_type="flex")
 # fields of tiny_gpt.Case, of TransformerConfig, settings of FSSDP
 CASES: dict[str, tuple[dict, dict, dict]] = {
     "unfused": (dict(accumulate=2), {}, {}),
     "fused-bias": (dict(accumulate=3), dict(FUSED, add_bias_linear=True), {}),
     "fused-late": (dict(accumulate=2), FUSED, dict(lifetime="layer", late_replicas=2)),
-    "recompute-layer": (dict(accumulate=2), dict(FUSED, **RECOMPUTE), dict(lifetime="layer")),
+    "recompute-layer": (dict(accumulate=2), dict(FUSED, **FULL), dict(lifetime="layer")),
     "delayed-bias": (dict(accumulate=4), dict(DELAYED, add_bias_linear=True), {}),
     "delayed-fused": (dict(accumulate=4), dict(DELAYED, **FUSED), {}),
     "bf16-main-grads": (dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False), FUSED, {}),

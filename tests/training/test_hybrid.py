@@ -5,6 +5,7 @@ model on the same ranks and data. See `tiny_hybrid` for what a pattern is.
 from __future__ import annotations
 
 import pytest
+from layouts import FULL
 from ranks import ranks
 
 PATTERN, PREDICTION = "*EE*E", "*EEE"  # three layers of experts share two buffers
@@ -36,9 +37,7 @@ def test_multi_token_prediction_by_one_repeated_layer(lifetime: str, recompute: 
         num_layers=5, mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=0.3
     )
     if recompute:
-        settings |= dict(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        )
+        settings |= FULL
     case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)

@@ -10,16 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from layouts import FULL, MOE
 from quick import quick
 from ranks import ranks
 
 LIFETIMES = ("iteration", "layer")
 RECOMPUTED = {
     "kept": {},
-    "recomputed": dict(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    ),
-    "moe-recomputed": dict(recompute_granularity="selective", recompute_modules=["moe"]),
+    "recomputed": FULL,
+    "moe-recomputed": MOE,
 }
 STEPS = 3  # replicas come in the second
 LAYERS = 3  # two share a buffer

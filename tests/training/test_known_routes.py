@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import replayed_routes
 import torch
+from layouts import FULL
 from ranks import ranks
 from replayed_routes import (
-    RECOMPUTE,
     REPLAY,
     TOKENS,
     count,
@@ -33,7 +33,7 @@ from replayed_routes import (
     [
         pytest.param("iteration", {}, {}, marks=pytest.mark.slow),
         ("layer", dict(accumulate=3), {}),
-        ("layer", dict(accumulate=2, distributed_optimizer=True, overlap=True), RECOMPUTE),
+        ("layer", dict(accumulate=2, distributed_optimizer=True, overlap=True), FULL),
         pytest.param(
             "layer",
             dict(accumulate=2),
@@ -55,7 +55,7 @@ def test_plans_are_made_for_the_replayed_routes(
 
     case = tiny_gpt.Case(**fields, settings=(REPLAY, *megatron.items()))
     tiny_gpt.initialize(case)
-    replay(case.accumulate, then_backward=not megatron or megatron is RECOMPUTE)
+    replay(case.accumulate, then_backward=not megatron or megatron is FULL)
     stock = train_steps(case, 3)
     found: list[np.ndarray] = []
     note_forecasts(found)
@@ -103,7 +103,7 @@ def test_a_pipeline_replays_alike() -> None:
     import tiny_gpt
 
     fields = dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True, overlap=True)
-    case = tiny_gpt.Case(**fields, settings=(REPLAY, *RECOMPUTE.items()))
+    case = tiny_gpt.Case(**fields, settings=(REPLAY, *FULL.items()))
     tiny_gpt.initialize(case)
     replay(case.accumulate)
     stock = train_steps(case, 2)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from layouts import FULL
 from ranks import ranks
 
 GROUPS = 4
@@ -191,9 +192,7 @@ def test_an_iteration_that_ends_before_its_backward(lifetime: str) -> None:
     """The backward computes forwards again that were seen in an iteration which is over."""
     import tiny_gpt
 
-    settings = dict(
-        recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-    )
+    settings = FULL
     names = ["zeroed between forward and backward", "critic steps between forward and backward"]
     _compare(tiny_gpt.Case(skew=4, settings=tuple(settings.items())), names, lifetime=lifetime)
 

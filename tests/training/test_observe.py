@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layouts import FULL, MOE
 from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
@@ -22,14 +23,10 @@ CASES = {
     ),
     "no expert parallelism": dict(ep=1),
     "full recomputation": dict(
-        settings=dict(
-            recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1
-        ),
+        settings=FULL,
         accumulate=2,
     ),
-    "recomputed layers": dict(
-        settings=dict(recompute_granularity="selective", recompute_modules=["moe"])
-    ),
+    "recomputed layers": dict(settings=MOE),
     "group-limited": dict(settings=dict(moe_router_num_groups=4, moe_router_group_topk=2)),
     "Sinkhorn": dict(settings=dict(moe_router_load_balancing_type="sinkhorn")),
     "expert bias, sequence loss": dict(

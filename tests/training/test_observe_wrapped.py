@@ -16,16 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from layouts import FULL
 from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.faults import watchdog
-
-FULL = (
-    ("recompute_granularity", "full"),
-    ("recompute_method", "uniform"),
-    ("recompute_num_layers", 1),
-)
 
 
 def _record(chunks: list, folder: str) -> Any:
@@ -232,7 +227,7 @@ def test_an_optimizer_that_is_none_of_torchs(numbered: bool) -> None:
     line says that nothing is recorded. Oracle: the dispatchers' maps, counted beside the run."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2, settings=FULL)
+    case = tiny_gpt.Case(accumulate=2, settings=tuple(FULL.items()))
     tiny_gpt.initialize(case)
     arguments, counted = (
         types.SimpleNamespace(curr_iteration=0),

@@ -3,7 +3,7 @@
 Oracle: the same model without FSSDP, on the same ranks and data. What is compiled in TransformerEngine is torch here
 (`quantizers_on_cpu`, `tex_on_cpu`), so this says nothing of its kernels. Mostly only weights are quantized: then they
 are all that replicas could get wrong, and results agree as without quantization. With quantized activations the tokens
-that meet in a GEMM share scales, and replicas change which do.
+that meet in a GEMM share scales, and replicas change which do. `test_layouts` has the layouts in fp8 and fp4.
 """
 
 from __future__ import annotations
@@ -13,186 +13,38 @@ import types
 from typing import Any
 
 import pytest
-from quantized import DELAYED, FULL, MOE, Layout, case_of, hook_of, packages
-from quick import quick as quick_cases
+from layouts import SHARDED
+from quantized import case_of, fuse_wgrad, hook_of, packages
+from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
 slow = pytest.mark.slow
 
-LAYOUTS: dict[str, Layout] = {
-    "mxfp8": (2, "mxfp8", {}, {}, {}),
-    "tensorwise": (2, "tensorwise", {}, {}, {}),
-    "tensorwise-blackwell": (2, "tensorwise-blackwell", {}, {}, {}),
-    "blockwise": (2, "blockwise", {}, {}, {}),
-    "nvfp4": (2, "nvfp4", {}, {}, {}),
-    "mxfp8-microbatch": (
-        2,
-        "mxfp8",
-        dict(accumulate=3),
-        {},
-        dict(lifetime="layer", late_replicas=2),
-    ),
-    "mxfp8-layer": (2, "mxfp8", {}, {}, dict(lifetime="layer")),
-    "mxfp8-recompute": (2, "mxfp8", {}, FULL, {}),
-    "nvfp4-recompute-moe-layer": (2, "nvfp4", {}, MOE, dict(lifetime="layer")),
-    "mxfp8-first-layer-bf16": (
-        2,
-        "mxfp8",
-        {},
-        dict(
-            first_last_layers_bf16=True, num_layers_at_start_in_bf16=1, num_layers_at_end_in_bf16=0
-        ),
-        {},
-    ),
-    "mxfp8-router-padding": (2, "mxfp8", {}, dict(moe_router_padding_for_quantization=True), {}),
-    "mxfp8-edp2-distopt-overlap": (
-        4,
-        "mxfp8",
-        dict(distributed_optimizer=True, overlap=True),
-        {},
-        {},
-    ),
-    "mxfp8-pp2-recompute": (4, "mxfp8", dict(pp=2, accumulate=4), FULL, {}),
-    "mxfp8-biases": (2, "mxfp8", {}, dict(add_bias_linear=True), {}),
-    "mxfp8-delayed-biases": (
-        2,
-        "mxfp8",
-        dict(accumulate=4),
-        dict(DELAYED, add_bias_linear=True),
-        {},
-    ),
-}
-# the same, with parameters in fp8
-STORED: dict[str, Layout] = {
-    "mxfp8-layer-nvlink": (2, "mxfp8", {}, {}, dict(lifetime="layer", transport="nvlink")),
-    "mxfp8-biases": (2, "mxfp8", {}, dict(add_bias_linear=True), {}),
-    "mxfp8-first-layer-bf16-layer": (
-        2,
-        "mxfp8",
-        dict(accumulate=3),
-        dict(
-            first_last_layers_bf16=True,
-            num_layers_at_start_in_bf16=1,
-            num_layers_at_end_in_bf16=0,
-            num_layers=3,
-        ),
-        dict(lifetime="layer"),
-    ),
-    "mxfp8-distopt-overlap": (2, "mxfp8", dict(distributed_optimizer=True, overlap=True), {}, {}),
-    "mxfp8-edp2-distopt-overlap": (
-        4,
-        "mxfp8",
-        dict(distributed_optimizer=True, overlap=True),
-        {},
-        {},
-    ),
-    "mxfp8-pp2-recompute": (
-        4,
-        "mxfp8",
-        dict(pp=2, accumulate=4),
-        FULL,
-        dict(lifetime="layer"),
-    ),
-    "mxfp8-delayed": (
-        2,
-        "mxfp8",
-        dict(accumulate=4, distributed_optimizer=True, overlap=True),
-        DELAYED,
-        {},
-    ),
-    "tensorwise-microbatch": (2, "tensorwise", {}, {}, dict(lifetime="layer")),
-    "tensorwise-distopt-overlap": (
-        2,
-        "tensorwise",
-        dict(distributed_optimizer=True, overlap=True),
-        {},
-        {},
-    ),
-    "tensorwise-edp2-distopt-overlap": (
-        4,
-        "tensorwise",
-        dict(distributed_optimizer=True, overlap=True),
-        {},
-        {},
-    ),
-    "blockwise-edp2-distopt-overlap": (
-        4,
-        "blockwise",
-        dict(distributed_optimizer=True, overlap=True),
-        {},
-        {},
-    ),
-}
-
-
-def _compare(layout: Layout, *, tolerance: float = 1e-5, **of_case: Any) -> None:
-    case = case_of(layout, **of_case)
-    import tiny_gpt
-
-    stock = tiny_gpt.train(case, hook=hook_of(None))
-    ours = tiny_gpt.train(case, hook=hook_of(layout))
-    tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
-
-
-def _names(layouts: dict[str, Layout], num_ranks: int, quick: str) -> list:
-    """Cases for so many ranks; only the ``quick`` ones run in ``make test``."""
-    found = [name for name, (size, *_) in layouts.items() if size == num_ranks]
-    return quick_cases(found, quick.split())
-
-
-QUICK = "nvfp4 mxfp8-microbatch mxfp8-first-layer-bf16"  # `test_replicas_have_the_bytes_of_their_homes` has all recipes
-
-
-@pytest.mark.parametrize("name", _names(LAYOUTS, 2, QUICK))
-@ranks(2, preload=lambda name: packages(LAYOUTS[name][1]))
-def test_two_ranks(name: str) -> None:
-    _compare(LAYOUTS[name])
-
-
-@pytest.mark.parametrize("name", _names(LAYOUTS, 4, ""))
-@ranks(4, preload=lambda name: packages(LAYOUTS[name][1]))
-def test_four_ranks(name: str) -> None:
-    _compare(LAYOUTS[name])
-
-
-@pytest.mark.parametrize("name", _names(STORED, 2, "mxfp8-layer-nvlink"))
-@ranks(2, preload=lambda name: packages(STORED[name][1]))
-def test_two_ranks_with_quantized_parameters(name: str) -> None:
-    _compare(
-        STORED[name], stored=True, tolerance=1e-2 if "biases" in name else 1e-5
-    )  # their gradients are bf16
-
-
-@pytest.mark.parametrize("name", _names(STORED, 4, "tensorwise-edp2-distopt-overlap"))
-@ranks(4, preload=lambda name: packages(STORED[name][1]))
-def test_four_ranks_with_quantized_parameters(name: str) -> None:
-    _compare(STORED[name], stored=True)
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize(
-    "recipe",
-    ["mxfp8", "tensorwise", "blockwise", "nvfp4"],
-)
+@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
 @ranks(2, preload=None)
 def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
-    _compare((2, recipe, {}, {}, {}), stored=stored, version="2.9.0")
+    case = case_of(recipe, stored=stored, version="2.9.0")
+    import tiny_gpt
+
+    stock = tiny_gpt.train(case, hook=fuse_wgrad)
+    ours = tiny_gpt.train(case, hook=hook_of())
+    tiny_gpt.assert_trained_alike(stock, ours)
 
 
-@pytest.mark.parametrize(
-    "recipe", quick_cases(["mxfp8", "tensorwise", "blockwise", "nvfp4"], ["mxfp8"])
-)
+@pytest.mark.parametrize("recipe", quick(["mxfp8", "tensorwise", "blockwise", "nvfp4"], ["mxfp8"]))
 @ranks(2, preload=packages)
 def test_quantized_activations(recipe: str) -> None:
     """Which tokens share a scale differs, and gradients with it, by less than what quantization itself does."""
-    case = case_of(LAYOUTS[recipe], exact=False)
+    case = case_of(recipe, exact=False)
     import tiny_gpt
 
-    stock = tiny_gpt.train(case, hook=hook_of(None))
-    ours = tiny_gpt.train(case, hook=hook_of(LAYOUTS[recipe]))
-    without = tiny_gpt.train(dataclasses.replace(case, settings=()), hook=hook_of(None))
+    stock = tiny_gpt.train(case, hook=fuse_wgrad)
+    ours = tiny_gpt.train(case, hook=hook_of())
+    without = tiny_gpt.train(dataclasses.replace(case, settings=()), hook=fuse_wgrad)
     assert ours.replicas
     replicas, quantization = tiny_gpt.difference(stock, ours), tiny_gpt.difference(stock, without)
     assert replicas["loss"] < quantization["loss"] and replicas["grad"] < quantization["grad"]
@@ -201,8 +53,7 @@ def test_quantized_activations(recipe: str) -> None:
 @ranks(2, preload="te-blackwell")
 def test_recipes_linear_by_linear() -> None:
     """The first linear in fp4, the second one in fp8 as the rest of the model, and in bf16 when the model evaluates."""
-    layout = LAYOUTS["mxfp8"]
-    case = case_of(layout)
+    case = case_of("mxfp8")
     import tiny_gpt
     from megatron.core.quantization.quant_config import RecipeConfig
 
@@ -221,8 +72,8 @@ def test_recipes_linear_by_linear() -> None:
     }
     recipe = RecipeConfig.from_config_dict({"configs": configs, "matchers": matchers})
     case = dataclasses.replace(case, settings=(*case.settings, ("quant_recipe", recipe)))
-    stock = tiny_gpt.train(case, hook=hook_of(None))
-    ours = tiny_gpt.train(case, hook=hook_of(layout))
+    stock = tiny_gpt.train(case, hook=fuse_wgrad)
+    ours = tiny_gpt.train(case, hook=hook_of())
     tiny_gpt.assert_trained_alike(stock, ours)
     twin = tiny_gpt.moe_layers(ours.chunks)[0].experts.physical.twin
     kinds = [
@@ -240,8 +91,7 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
     With 10 experts both hot ones of a layer are at home on one rank, and the other rank uses both of its slots: GEMMs
     read what is stored in the second one only where it is aligned.
     """
-    layout: Layout = (2, recipe, dict(experts=10, skew=6.0), {}, {})
-    case = case_of(layout, stored=True)
+    case = case_of(recipe, dict(experts=10, skew=6.0), stored=True)
     import quantizers_on_cpu
     import tiny_gpt
     import torch
@@ -278,8 +128,8 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
                     )
                     compared.add((index, state.index, copy.slot))
 
-    stock = tiny_gpt.train(case, hook=hook_of(None))
-    ours = tiny_gpt.train(case, hook=hook_of(layout), before_step=compare)
+    stock = tiny_gpt.train(case, hook=fuse_wgrad)
+    ours = tiny_gpt.train(case, hook=hook_of(), before_step=compare)
     tiny_gpt.assert_trained_alike(stock, ours)
     steps: list = [None] * dist.get_world_size()
     dist.all_gather_object(steps, sorted(compared))
@@ -314,7 +164,7 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
 @ranks(2, preload="te-blackwell")
 def test_unknown_quantizers_of_one_linear_are_refused() -> None:
     """Settings of `quant_recipe`, which Megatron keeps on each linear; two of them are of later versions."""
-    case = case_of(LAYOUTS["mxfp8"])
+    case = case_of("mxfp8")
     import tiny_gpt
     from megatron.core.extensions.transformer_engine import TEQuantizationRecipe
 
@@ -340,8 +190,7 @@ def test_unknown_quantizers_of_one_linear_are_refused() -> None:
 @pytest.mark.parametrize("stored", [False, True])
 @ranks(2, preload="te-blackwell")
 def test_frozen_experts(stored: bool) -> None:
-    layout = LAYOUTS["mxfp8"]
-    case = case_of(layout, stored=stored)
+    case = case_of("mxfp8", stored=stored)
     import tiny_gpt
 
     def freeze(chunks: list) -> list:
@@ -350,7 +199,7 @@ def test_frozen_experts(stored: bool) -> None:
         return chunks
 
     stock = tiny_gpt.train(case, hook=freeze)
-    ours = tiny_gpt.train(case, hook=lambda chunks: hook_of(layout)(freeze(chunks)))
+    ours = tiny_gpt.train(case, hook=lambda chunks: hook_of()(freeze(chunks)))
     tiny_gpt.assert_trained_alike(stock, ours)
 
 
@@ -359,8 +208,7 @@ def test_frozen_experts(stored: bool) -> None:
 @ranks(2, preload="te-blackwell")
 def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
     """Between a forward and its backward, on quantized copies that evaluation makes for itself."""
-    layout = (*LAYOUTS["mxfp8"][:4], dict(lifetime=lifetime))
-    case = case_of(layout)
+    case, convert = case_of("mxfp8"), hook_of(lifetime=lifetime)
     import tiny_gpt
     import torch
 
@@ -377,12 +225,12 @@ def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
 
         return output, loss_func
 
-    calm = tiny_gpt.train(case, hook=hook_of(layout))
+    calm = tiny_gpt.train(case, hook=convert)
     tiny_gpt.forward_step = disturbed
-    stock = tiny_gpt.train(case, hook=hook_of(None))
+    stock = tiny_gpt.train(case, hook=fuse_wgrad)
     stock_evaluated = evaluated.copy()
     evaluated.clear()
-    ours = tiny_gpt.train(case, hook=hook_of(layout))
+    ours = tiny_gpt.train(case, hook=convert)
     tiny_gpt.assert_trained_alike(stock, ours)
     assert tiny_gpt.difference(calm, ours) == tiny_gpt.SAME
     torch.testing.assert_close(
@@ -394,19 +242,18 @@ def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
 @ranks(2, preload="te-blackwell")
 def test_checkpoints_of_quantized_parameters(direction: str) -> None:
     """Loaded weights are quantized anew in stock and in FSSDP, and both go on alike."""
-    layout = STORED["mxfp8-distopt-overlap"]
-    case = case_of(layout, stored=True)
+    case = case_of("mxfp8", SHARDED, stored=True)
     import checkpoints
     import tiny_gpt
 
-    hooks = [hook_of(layout), hook_of(None)]
+    hooks = [hook_of(), fuse_wgrad]
     writer, reader = hooks if direction == "to stock" else reversed(hooks)
     written = tiny_gpt.train(case, hook=writer)
     folder = checkpoints.shared_folder("checkpoint")
     checkpoints.save(written, folder)
     read = tiny_gpt.train(case, steps=2, hook=reader)
     checkpoints.load(read, folder)
-    again = tiny_gpt.train(case, steps=2, hook=hook_of(None))
+    again = tiny_gpt.train(case, steps=2, hook=fuse_wgrad)
     checkpoints.load(again, folder)
     assert [read.step(s) for s in (3, 4, 5)] == pytest.approx(
         [again.step(s) for s in (3, 4, 5)], rel=1e-5

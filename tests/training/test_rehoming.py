@@ -1,7 +1,7 @@
 """Homes of experts move while a model trains, with their optimizer state, and nobody can tell.
 
 Oracle: stock Megatron, same ranks and settings: losses, norms and parameters. A test gives the homes that are wanted;
-what would be chosen is the business of `tests/homes/test_planner.py`. Layouts and settings: `test_rehoming_layouts`.
+what would be chosen is the business of `tests/homes/test_planner.py`. Layouts and settings: `test_layouts`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rehoming_hooks import rehoming_hook
 
 @ranks(4)
 def test_gradients_are_clipped_by_their_norm() -> None:
-    """It is summed in the order of places, so that not all bits are those of stock (`test_rehoming_layouts`)."""
+    """It is summed in the order of places, so that not all bits are those of stock (`test_layouts`)."""
     import tiny_gpt
     import training_with_moves
 

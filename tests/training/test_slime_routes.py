@@ -21,8 +21,9 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from layouts import FULL
 from ranks import ranks
-from replayed_routes import RECOMPUTE, note_forecasts
+from replayed_routes import note_forecasts
 
 EXPERTS, TOKENS, LAYERS = 8, 32, 2
 ROLLOUTS, STEPS, MICROBATCHES = 2, 2, 3  # steps of a rollout, microbatches of a step
@@ -193,7 +194,7 @@ def set_stage_in_forward(framework: Any) -> None:
     ("lifetime", "megatron"),
     [
         ("iteration", {}),
-        pytest.param("layer", RECOMPUTE, marks=pytest.mark.slow),
+        pytest.param("layer", FULL, marks=pytest.mark.slow),
     ],
     ids=["iteration", "layer-recompute"],
 )

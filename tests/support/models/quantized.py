@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
-
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-
-MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
-
-DELAYED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
-
-# name: (ranks, recipe, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
-Layout = tuple[int, str, dict, dict, dict]
 
 
 def packages(recipe: str) -> str:
@@ -21,12 +13,27 @@ def packages(recipe: str) -> str:
 
 
 def case_of(
-    layout: Layout, *, stored: bool = False, exact: bool = True, version: str = "2.20.2"
+    recipe: str,
+    fields: dict[str, Any] | None = None,
+    model: dict[str, Any] | None = None,
+    *,
+    stored: bool = False,
+    exact: bool = True,
+    version: str = "2.20.2",
 ) -> Any:
+    """Put TransformerEngine in place and return an initialized case.
+
+    Args:
+        recipe: of fp8 or fp4; what follows a hyphen is the GPU's generation.
+        fields: of `tiny_gpt.Case`.
+        model: fields of TransformerConfig.
+        stored: whether parameters are in fp8 or fp4 as well.
+        exact: whether weights alone are quantized.
+        version: of TransformerEngine.
+    """
     import quantizers_on_cpu
     import te_on_cpu
 
-    _, recipe, fields, further, _ = layout
     name, _, _ = recipe.partition("-")
     te_on_cpu.install(version, packages=packages(recipe))
     quantizers_on_cpu.install()
@@ -36,7 +43,8 @@ def case_of(
     settings: dict[str, Any] = (
         dict(fp4="e2m1") if name == "nvfp4" else dict(fp8="hybrid", fp8_recipe=name)
     )
-    settings |= further
+    settings |= model or {}
+    fields = {"accumulate": 2, "bf16": stored or not exact, **(fields or {})}
     ddp: dict[str, Any] = {}
     optimizer: dict[str, Any] = {}
     if stored and name == "nvfp4":
@@ -49,7 +57,6 @@ def case_of(
             ddp["reuse_grad_buf_for_mxfp8_param_ag"] = optimizer[
                 "reuse_grad_buf_for_mxfp8_param_ag"
             ] = name == "mxfp8"
-    fields = {"accumulate": 2, "bf16": stored or not exact, **fields}
     config = dict(settings=settings, ddp=ddp, optimizer=optimizer)
     case = tiny_gpt.Case(
         grouped=True, **fields, **{name: tuple(d.items()) for name, d in config.items()}
@@ -58,14 +65,18 @@ def case_of(
     return case
 
 
-def hook_of(layout: Layout | None) -> Any:
-    """Weight gradients go straight into main gradients, as in every recipe; FSSDP as ``layout`` has it."""
+def fuse_wgrad(chunks: list) -> list:
+    """Have weight gradients go straight into main gradients, as in every recipe."""
     import tiny_gpt
 
-    def hook(chunks: list) -> list:
-        for layer in tiny_gpt.moe_layers(chunks):
-            layer.experts.linear_fc1.fuse_wgrad_accumulation = True
-            layer.experts.linear_fc2.fuse_wgrad_accumulation = True
-        return chunks if layout is None else tiny_gpt.fssdp_hook(**layout[4])(chunks)
+    for layer in tiny_gpt.moe_layers(chunks):
+        layer.experts.linear_fc1.fuse_wgrad_accumulation = True
+        layer.experts.linear_fc2.fuse_wgrad_accumulation = True
+    return chunks
 
-    return hook
+
+def hook_of(**settings: Any) -> Callable[[list], list]:
+    """FSSDP in such a model."""
+    import tiny_gpt
+
+    return lambda chunks: tiny_gpt.fssdp_hook(**settings)(fuse_wgrad(chunks))

@@ -10,7 +10,6 @@ import torch
 
 EXPERTS, TOKENS = 8, 32  # of a microbatch and rank, as `tiny_gpt.Case` has them
 REPLAY = ("moe_enable_routing_replay", True)
-RECOMPUTE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
 
 def routes_of(step: int, microbatch: int, layer: int, rank: int) -> torch.Tensor:

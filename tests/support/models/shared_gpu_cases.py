@@ -12,23 +12,21 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import layouts
 import pytest
 import torch
+from layouts import DELAYED, FULL, MOE, MTP
+from layouts import FUSED_WGRAD as FUSED
 
 RANKS: int = 4
 TRANSPORTS = ("nvlink", "p2p")
 SIZES = dict(hidden_size=256, ffn_hidden_size=256, moe_ffn_hidden_size=256)  # fp8 in blocks of 128
-FUSED = dict(gradient_accumulation_fusion=True)
-SHARDED = dict(distributed_optimizer=True, overlap=True, bucket_size=400_000)
-COMBINED = dict(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True)
-FULL = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
-MOE = dict(recompute_granularity="selective", recompute_modules=["moe"])
+SHARDED = dict(layouts.SHARDED, bucket_size=400_000)
 ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act", "layernorm"])
 SHARED = dict(moe_shared_expert_intermediate_size=256, moe_shared_expert_overlap=True)
 PADDED = dict(moe_router_padding_for_quantization=True)
 FP8_STORED = dict(bf16=True, accumulate=2, **SHARDED, ddp=dict(fp8_param_gather=True))
 LATE = dict(late_replicas=2)
-MTP = dict(mtp_num_layers=1, mtp_loss_scaling_factor=0.1)
 CAPACITY = dict(
     moe_expert_capacity_factor=1.0,
     moe_router_load_balancing_type="aux_loss",
@@ -79,10 +77,10 @@ CASES: dict[str, dict[str, tuple[dict, dict, dict]]] = {
         ),
         "shared-experts": (dict(accumulate=2), dict(FUSED, **SHARED), {}),
         "mtp": (dict(accumulate=2), dict(FUSED, **MTP), {}),
-        "delayed-overlap": (dict(bf16=True, accumulate=4, **SHARDED), dict(FUSED, **COMBINED), {}),
+        "delayed-overlap": (dict(bf16=True, accumulate=4, **SHARDED), dict(FUSED, **DELAYED), {}),
         "delayed-layer": (
             dict(bf16=True, accumulate=4),
-            dict(FUSED, **COMBINED),
+            dict(FUSED, **DELAYED),
             dict(lifetime="layer"),
         ),
     },

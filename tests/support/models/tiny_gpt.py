@@ -108,6 +108,12 @@ class Trained:
     chunks: list
     optimizer: Any
     step: Callable[[int], float]
+    gather: Callable[[], None]
+
+    def gather_params(self) -> None:
+        """Note the parameters after the last step, also where they are gathered in the next forward."""
+        self.gather()
+        self.read_params()
 
     def read_params(self) -> None:
         """Note the parameters as they are now."""
@@ -444,7 +450,11 @@ def train(
     """Build, convert and train. `initialize` must have run."""
     chunks, config = build(case, hook)
     chunks, optimizer = wrap(case, chunks, config)
-    trained = Trained([], [], {}, {}, 0, chunks, optimizer, step=lambda index: one_step(index))
+
+    def gather() -> None:
+        if case.overlap and case.distributed_optimizer:
+            for chunk in chunks:
+                chunk.start_param_sync(force_sync=True)
 
     def one_step(index: int) -> float:
         for chunk in chunks:
@@ -465,12 +475,10 @@ def train(
         trained.grad_norms.append(float(norm))
         return loss
 
+    trained = Trained([], [], {}, {}, 0, chunks, optimizer, one_step, gather)
     for index in range(steps):
         one_step(index)
-    if case.overlap and case.distributed_optimizer:
-        for chunk in chunks:
-            chunk.start_param_sync(force_sync=True)
-    trained.read_params()
+    trained.gather_params()
     return trained
 
 

@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import moved_homes
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,70 +22,114 @@ from torch import Tensor
 
 Hook = Callable[[list], list]
 LOOKS = 3  # iterations between two
+FIELDS = ("orders", "tolerance", "may_be_back")
 STEPS = 8  # homes move before the fourth and the seventh
 
 
-def compare(
-    case: Any,
-    *,
-    orders: Callable[..., Any] | None = None,
-    prepare: Hook = lambda chunks: chunks,
-    tolerance: float = 1e-5,
-    repeat: bool = False,
-    may_be_back: bool = False,
-    **settings: Any,
-) -> None:
-    """Train ``case`` with stock Megatron, and with homes that move.
+def unclipped(case: Any) -> Any:
+    return dataclasses.replace(case, optimizer=(*case.optimizer, ("clip_grad", 0.0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class MovedHomes:
+    """Trainings whose homes move at every look, against one training of stock Megatron.
+
+    Args:
+        case: a `tiny_gpt.Case` that does not clip gradients.
+        stock: trained for `STEPS` steps.
+        values: all that stock's optimizer keeps.
+        prepare: what is done with every model before it is converted.
+        orders: as in `rehoming_hooks.rehoming_hook`.
+        tolerance: of runs with replicas.
+        may_be_back: whether experts may end where Megatron built them.
+    """
+
+    case: Any
+    stock: Any
+    values: dict[str, Tensor]
+    prepare: Hook
+    orders: Callable[..., Any]
+    tolerance: float
+    may_be_back: bool
+
+    @classmethod
+    def against(
+        cls,
+        stock: Any,
+        *,
+        case: Any,
+        prepare: Hook = lambda chunks: chunks,
+        orders: Callable[..., Any] = moved_homes.wanted_at,
+        tolerance: float = 1e-5,
+        may_be_back: bool = False,
+    ) -> MovedHomes:
+        """Train ``stock`` on to `STEPS` steps."""
+        for index in range(len(stock.losses), STEPS):
+            stock.step(index)
+        stock.gather_params()
+        values = optimizer_values(stock.optimizer)
+        assert values
+        return cls(case, stock, values, prepare, orders, tolerance, may_be_back)
+
+    def train(self, **settings: Any) -> Any:
+        import rehoming_hooks
+        import tiny_gpt
+
+        hook = rehoming_hooks.rehoming_hook(self.orders, rehome=LOOKS, **settings)
+        trained = tiny_gpt.train(
+            self.case, steps=STEPS, hook=lambda chunks: hook(self.prepare(chunks))
+        )
+        restore(trained, may_be_back=self.may_be_back)
+        return trained
+
+    def assert_bitwise(self, **settings: Any) -> None:
+        """Without replicas the model is stock's, with the optimizer's state."""
+        import tiny_gpt
+
+        ours = self.train(**{**settings, "slots": 0, "late_replicas": 0})
+        exact = dict(self.case.settings).get("moe_router_topk", 2) <= 2
+        losses = self.stock.losses
+        assert ours.losses == (losses if exact else pytest.approx(losses, rel=1e-6))
+        worst = tiny_gpt.difference(self.stock, ours)
+        assert worst["param"] <= (0 if exact else self.tolerance), worst
+        close = dict(rtol=0, atol=0) if exact else dict(rtol=1e-3, atol=self.tolerance)
+        self._assert_values(ours, **close)
+
+    def assert_close(self, **settings: Any) -> Any:
+        """With replicas it is stock's within the tolerance."""
+        import tiny_gpt
+
+        ours = self.train(**settings)
+        assert ours.replicas > 0, "no replica was placed"
+        worst = tiny_gpt.difference(self.stock, ours)
+        assert worst["loss"] <= self.tolerance and worst["param"] <= self.tolerance, worst
+        self._assert_values(ours, rtol=max(1e-3, self.tolerance), atol=self.tolerance)
+        return ours
+
+    def _assert_values(self, ours: Any, **close: float) -> None:
+        values = optimizer_values(ours.optimizer)
+        assert values.keys() == self.values.keys()
+        for name, expected in self.values.items():
+            torch.testing.assert_close(values[name], expected, **close, msg=name)
+
+
+def compare(case: Any, *, prepare: Hook = lambda chunks: chunks, **further: Any) -> None:
+    """Compare a case without replicas and, unless ``slots`` is 0, with them.
 
     Args:
         case: a `tiny_gpt.Case`, which `tiny_gpt.initialize` got.
-        orders: as in `rehoming_hooks.rehoming_hook`.
-        prepare: of every model, before it is converted.
-        tolerance: of the run with replicas.
-        repeat: whether that run is done twice, and must be the same bit for bit.
-        may_be_back: whether experts may end where Megatron built them.
-        settings: of FSSDP in the run with replicas; with no slots there is none.
+        prepare: as in `MovedHomes`.
+        further: fields of `MovedHomes`, and settings of FSSDP.
     """
-    import rehoming_hooks
     import tiny_gpt
 
-    def train(hook: Hook | None = None) -> Any:
-        return tiny_gpt.train(case, steps=STEPS, hook=lambda chunks: (hook or prepare)(chunks))
-
-    def moved(**asked: Any) -> Any:
-        hook = rehoming_hooks.rehoming_hook(
-            **({} if orders is None else {"orders": orders}), rehome=LOOKS, **asked
-        )
-        trained = train(lambda chunks: hook(prepare(chunks)))
-        restore(trained, may_be_back=may_be_back)
-        return trained
-
-    case = dataclasses.replace(case, optimizer=(*case.optimizer, ("clip_grad", 0.0)))
-    stock = train()
-    before = optimizer_values(stock.optimizer)
-    assert before
-    bare = moved(**{**settings, "slots": 0, "late_replicas": 0})
-    exact = dict(case.settings).get("moe_router_topk", 2) <= 2
-    assert bare.losses == (stock.losses if exact else pytest.approx(stock.losses, rel=1e-6))
-    assert tiny_gpt.difference(stock, bare)["param"] <= (0 if exact else tolerance)
-    after = optimizer_values(bare.optimizer)
-    assert before.keys() == after.keys()
-    for name, values in before.items():
-        close = dict(rtol=0, atol=0) if exact else dict(rtol=1e-3, atol=tolerance)
-        torch.testing.assert_close(after[name], values, **close, msg=name)
-    if settings.get("slots") == 0:
-        return
-    ours = moved(**settings)
-    assert ours.replicas > 0, "no replica was placed"
-    worst = tiny_gpt.difference(stock, ours)
-    assert worst["loss"] <= tolerance and worst["param"] <= tolerance, worst
-    for name, values in optimizer_values(ours.optimizer).items():
-        torch.testing.assert_close(
-            values, before[name], rtol=max(1e-3, tolerance), atol=tolerance, msg=name
-        )
-    if repeat:
-        again = moved(**settings)
-        assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
+    fields = {name: further.pop(name) for name in FIELDS if name in further}
+    case = unclipped(case)
+    stock = tiny_gpt.train(case, steps=STEPS, hook=prepare)
+    moved = MovedHomes.against(stock, case=case, prepare=prepare, **fields)
+    moved.assert_bitwise(**further)
+    if further.get("slots") != 0:
+        moved.assert_close(**further)
 
 
 def params(cases: Mapping[str, tuple], num_ranks: int, chosen: str = "") -> list:

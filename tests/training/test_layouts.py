@@ -1,0 +1,83 @@
+"""FSSDP trains the model stock Megatron trains. Oracle: the same model, not converted, on the same ranks and data.
+
+Each layout is trained in one set of processes: stock once, then every variant of FSSDP (`variants` says what is
+compared, and how closely). Those without replicas are stock's bit for bit; with replicas only the order of sums
+differs, in the same way whenever a run is repeated. What is compiled in TransformerEngine is torch here
+(`quantizers_on_cpu`), and of layouts in fp8 and fp4 only weights are quantized, so that results agree as without.
+"""
+
+from __future__ import annotations
+
+import pytest
+from layouts import LAYOUTS, TWICE
+from quick import quick
+from ranks import ranks
+
+
+@pytest.fixture
+def chosen(name: str, request: pytest.FixtureRequest) -> list[str]:
+    """The variants that run: ``make test`` leaves slow ones out, and other versions of Megatron further ones."""
+    layout, marks = LAYOUTS[name], request.config.option.markexpr
+    of_layout = layout.names
+    if "not slow" in marks:
+        of_layout = [variant for variant in of_layout if variant in layout.quick.split()]
+    if "not newest" in marks:
+        of_layout = [variant for variant in of_layout if variant in ("none", "replicas")]
+    return of_layout
+
+
+def _layouts(num_ranks: int) -> list:
+    layouts = {name: layout for name, layout in LAYOUTS.items() if layout.num_ranks == num_ranks}
+    return quick(
+        layouts,
+        [name for name, layout in layouts.items() if layout.quick],
+        oldest=[name for name, layout in layouts.items() if layout.is_for_oldest],
+    )
+
+
+def _packages(name: str, chosen: list[str]) -> str:
+    return LAYOUTS[name].packages
+
+
+@pytest.mark.parametrize("name", _layouts(2))
+@ranks(2, timeout=600, preload=_packages)
+def test_two_ranks(name: str, chosen: list[str]) -> None:
+    _compare(name, chosen)
+
+
+@pytest.mark.parametrize("name", _layouts(4))
+@ranks(4, timeout=600, preload=_packages)
+def test_four_ranks(name: str, chosen: list[str]) -> None:
+    _compare(name, chosen)
+
+
+def _compare(name: str, chosen: list[str]) -> None:
+    import torch.distributed as dist
+    import variants
+
+    for variant, worst in variants.compare(name, LAYOUTS[name], chosen).items():
+        if dist.get_rank() == 0:
+            print(
+                f"\n| {name} | {variant} | {worst['loss']:.1e} | {worst['grad']:.1e} |", flush=True
+            )
+
+
+def test_six_layouts_are_trained_twice() -> None:
+    assert len(TWICE) == 6
+    assert all(variant in LAYOUTS[name].names for name, variant in TWICE.items())
+
+
+@pytest.mark.slow
+@ranks(2)
+def test_twenty_steps() -> None:
+    """Differences of summation order do not grow: losses within 1e-5 of stock over 20 steps, and replicas in use."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case(accumulate=2)
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=20)
+    ours = tiny_gpt.train(case, steps=20, hook=tiny_gpt.fssdp_hook())
+    assert ours.replicas > 0 and stock.losses[0] - stock.losses[-1] > 0.3, (
+        "the model does not learn"
+    )
+    assert tiny_gpt.difference(stock, ours)["loss"] <= 1e-5
