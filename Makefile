@@ -4,6 +4,7 @@
 # make test-between  the versions of Megatron between the oldest and the newest
 # make test-all   everything: all layouts and settings, thousands of random cases, sanitizers, and bugs planted to see
 #                  that tests catch them
+# make test-nightly  FSSDP in frameworks' own modules, of the checkouts that the environment names (tests/README.md)
 # make test-bridge  Megatron-Bridge's own recipes on CPU ranks, in an environment of its own: 4 to 5 minutes
 # make test-bridge-0.4  the oldest Bridge, that of AReaL, over the Megatron that AReaL pins
 # make lint       lint, types and budgets alone
@@ -19,7 +20,7 @@ DATA ?=
 OUT ?= demo-out
 IMAGE ?=
 BIN = .venv/bin
-OLDEST = tests/training/test_parity.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/megatron/test_experts.py tests/test_hook.py \
+OLDEST = tests/training/test_layouts.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/megatron/test_experts.py tests/test_hook.py \
     tests/switch_on/test_classification.py tests/switch_on/test_wrappers.py tests/training/test_rehoming.py tests/training/test_moved_checkpoint.py
 BETWEEN = 0.17.1 0.18.2
 # Which tests other versions of Megatron run; `make test-all` runs the slow ones there, too.
@@ -30,8 +31,8 @@ export OMP_NUM_THREADS = 1
 WORKERS ?= 2
 PYTEST = -m pytest -n $(WORKERS) --dist worksteal
 
-.PHONY: demo test test-fast test-all test-oldest test-between test-bridge test-bridge-0.4 lint bench balance gpu gpu-bundle \
-    format clean
+.PHONY: demo test test-fast test-all test-oldest test-between test-nightly test-bridge test-bridge-0.4 lint bench \
+    balance gpu gpu-bundle format clean
 
 demo: .venv
 	$(BIN)/python examples/demo.py --out "$(OUT)" $(if $(DATA),--data "$(DATA)")
@@ -68,6 +69,9 @@ test-between-%: .venv
 	@if .venv/bin/python -c "import sys; sys.exit(sys.version_info < (3, 12))"; then \
 	    .ci/between_env.sh .venv $* && .venv-$*/bin/python $(PYTEST) -m "$(OTHERS)" $(OLDEST); \
 	else echo "Python 3.12 not found: megatron-core $* is not tested"; fi
+
+test-nightly: .venv
+	$(BIN)/python $(PYTEST) tests/nightly tests/training/test_slime_routes.py
 
 test-bridge: .venv
 	.ci/bridge_env.sh .venv

@@ -5,9 +5,6 @@ Oracle: stock Megatron with the same patches; loads counted token by token in Py
 
 from __future__ import annotations
 
-import importlib.util
-import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,6 @@ import pytest
 import torch
 from ranks import ranks
 from replayed_routes import (
-    RECOMPUTE,
     REPLAY,
     TOKENS,
     assert_counted,
@@ -63,38 +59,6 @@ def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
     RouterReplay.set_target_indices, RouterReplay.get_replay_topk = set_masked, chosen
     found = compare_with_stock()
     assert_counted(found, ~masked)
-
-
-@pytest.mark.newest
-@pytest.mark.skipif("HECATE_VERL" not in os.environ, reason="HECATE_VERL names no checkout of verl")
-@ranks(2)
-def test_verls_own_patch() -> None:
-    """The real module, with masked tokens and the patched dispatcher; the package around it needs ray."""
-    import tiny_gpt
-
-    name = "verl.utils.megatron.router_replay_patch"
-    file = Path(os.environ["HECATE_VERL"], *name.split(".")).with_suffix(".py")
-    spec = importlib.util.spec_from_file_location(name, file)
-    verl = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(verl)
-    verl.apply_router_replay_patch()
-    known = torch.arange(TOKENS) % 4 < 3
-    set_routes = verl.RouterReplay.set_target_indices
-
-    def set_masked(router: Any, routes: torch.Tensor) -> None:
-        set_routes(router, routes.masked_fill(~known.unsqueeze(1), 0), replay_mask=known)
-
-    verl.RouterReplay.set_target_indices = set_masked
-    case = tiny_gpt.Case(settings=(REPLAY, *RECOMPUTE.items()))
-    tiny_gpt.initialize(case)
-    replay(case.accumulate, actions=verl.RouterReplayAction)
-    stock = train_steps(case, 2)
-    found: list[np.ndarray] = []
-    note_forecasts(found)
-    ours = train_steps(case, 2, lifetime="layer", slots=2)
-    assert isinstance(tiny_gpt.moe_layers(ours.chunks)[0].router.router_replay, verl.RouterReplay)
-    tiny_gpt.assert_trained_alike(stock, ours, "layer")
-    assert_counted(found, known)
 
 
 PATCHES = [

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from layouts import FULL
 from ranks import ranks
 from replayed_routes import (
-    RECOMPUTE,
     REPLAY,
     TOKENS,
     assert_counted,
@@ -51,7 +51,7 @@ def test_its_own_router_replay() -> None:
     import tiny_gpt
     from megatron.core import parallel_state
 
-    case = tiny_gpt.Case(settings=(REPLAY, *RECOMPUTE.items()))
+    case = tiny_gpt.Case(settings=(REPLAY, *FULL.items()))
     tiny_gpt.initialize(case)
     nemo_rl = router_replay()
     known = torch.arange(TOKENS) % 4 < 3
