@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from layouts import BIAS, DELAYED, FULL, MOE, MTP, MTP_REPEATED, SHARDED
+from layouts import BIAS, DELAYED, FULL, INTERLEAVED, MOE, MTP, MTP_REPEATED, SHARDED
 from layouts import FUSED_WGRAD as FUSED
 from quick import quick
 from ranks import ranks
@@ -18,103 +18,60 @@ from ranks import ranks
 pytestmark = pytest.mark.newest
 
 DISPATCH = dict(overlap_dispatch_backward_with_experts_wgrad=True)
-LATE = dict(late_replicas=2)
 ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act"])
+BF16_MAIN = dict(bf16=True, grad_reduce_in_fp32=False)
+TWO, FOUR = dict(accumulate=2), dict(accumulate=4)  # microbatches
+# name: settings of FSSDP
+PLAIN = {"": {}}
+LAYER = {"-layer": dict(lifetime="layer")}
+LATE = {"-late": dict(late_replicas=2)}
+NVLINK = {"-layer-nvlink": dict(lifetime="layer", transport="nvlink")}
 
-# name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
-CASES: dict[str, tuple[int, dict, dict, dict]] = {
-    "plain": (2, dict(accumulate=2), {}, {}),
-    "bias": (2, dict(accumulate=2), BIAS, {}),
-    "fused": (2, dict(accumulate=3), FUSED, {}),
-    "fused-bias": (2, dict(accumulate=2), dict(FUSED, **BIAS), {}),
-    "fused-microbatch": (2, dict(accumulate=3), FUSED, dict(lifetime="layer")),
-    "fused-layer": (2, dict(accumulate=2), FUSED, dict(lifetime="layer")),
-    "fused-late": (2, dict(accumulate=2), FUSED, LATE),
-    "fused-full": (2, dict(accumulate=2), dict(FUSED, **FULL), {}),
-    "fused-moe": (2, dict(accumulate=2), dict(FUSED, **MOE), dict(lifetime="layer")),
-    "fused-bf16-main-grads": (
-        2,
-        dict(accumulate=3, bf16=True, grad_reduce_in_fp32=False),
-        FUSED,
-        {},
-    ),
-    "fused-bf16-main-grads-bias": (
-        2,
-        dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False),
-        dict(FUSED, **BIAS),
-        dict(lifetime="layer", transport="nvlink"),
-    ),
-    "ep4-distopt-overlap": (4, dict(ep=4, accumulate=2, **SHARDED), {}, {}),
-    "ep4-fused-distopt-overlap": (4, dict(ep=4, accumulate=2, **SHARDED), FUSED, {}),
+# name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP by what they add to the name)
+CASES: dict[str, tuple[int, dict, dict, dict[str, dict]]] = {
+    "plain": (2, TWO, {}, PLAIN),
+    "bias": (2, TWO, BIAS, PLAIN),
+    "fused": (2, dict(accumulate=3), FUSED, {**PLAIN, **LAYER, **LATE}),
+    "fused-bias": (2, TWO, dict(FUSED, **BIAS), PLAIN),
+    "fused-full": (2, TWO, dict(FUSED, **FULL), PLAIN),
+    "fused-moe": (2, TWO, dict(FUSED, **MOE), LAYER),
+    "fused-bf16-main-grads": (2, dict(BF16_MAIN, accumulate=3), FUSED, PLAIN),
+    "fused-bf16-main-grads-bias": (2, dict(BF16_MAIN, **TWO), dict(FUSED, **BIAS), NVLINK),
+    "ep4-distopt-overlap": (4, dict(ep=4, **TWO, **SHARDED), {}, PLAIN),
+    "ep4-fused-distopt-overlap": (4, dict(ep=4, **TWO, **SHARDED), FUSED, PLAIN),
     "edp2-fused-bf16-main-grads-distopt-overlap": (
         4,
-        dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False, **SHARDED),
+        dict(BF16_MAIN, **TWO, **SHARDED),
         FUSED,
-        {},
+        PLAIN,
     ),
-    "delayed": (2, dict(accumulate=4), dict(DELAYED, **BIAS), {}),
-    "delayed-fused": (2, dict(accumulate=4), dict(DELAYED, **FUSED), {}),
-    "delayed-fused-microbatch": (
-        2,
-        dict(accumulate=4),
-        dict(DELAYED, **FUSED),
-        dict(lifetime="layer"),
-    ),
-    "delayed-fused-overlap": (
-        2,
-        dict(accumulate=4, **SHARDED),
-        dict(DELAYED, **FUSED),
-        dict(lifetime="layer"),
-    ),
-    "delayed-overlap": (2, dict(accumulate=4, **SHARDED), DELAYED, {}),
-    "delayed-mtp": (
-        2,
-        dict(accumulate=2),
-        dict(DELAYED, **FUSED, **MTP),
-        dict(lifetime="layer"),
-    ),
-    "delayed-pp2-vpp2": (
-        4,
-        dict(pp=2, vpp=2, accumulate=4, **SHARDED),
-        dict(DELAYED, **FUSED),
-        {},
-    ),
-    "dispatch-overlap-fused": (2, dict(accumulate=2), dict(DISPATCH, **FUSED), {}),
-    "dispatch-overlap-fused-full": (2, dict(accumulate=2), dict(DISPATCH, **FUSED, **FULL), {}),
-    "dispatch-overlap-fused-moe": (
-        2,
-        dict(accumulate=2),
-        dict(DISPATCH, **FUSED, **MOE),
-        dict(lifetime="layer"),
-    ),
+    "delayed": (2, FOUR, dict(DELAYED, **BIAS), PLAIN),
+    "delayed-fused": (2, FOUR, dict(DELAYED, **FUSED), {**PLAIN, **LAYER}),
+    "delayed-fused-overlap": (2, dict(FOUR, **SHARDED), dict(DELAYED, **FUSED), LAYER),
+    "delayed-overlap": (2, dict(FOUR, **SHARDED), DELAYED, PLAIN),
+    "delayed-mtp": (2, TWO, dict(DELAYED, **FUSED, **MTP), LAYER),
+    "delayed-pp2-vpp2": (4, dict(INTERLEAVED, **SHARDED), dict(DELAYED, **FUSED), PLAIN),
+    "delayed-fused-activation": (2, FOUR, dict(DELAYED, **FUSED, **ACTIVATION), LAYER),
+    "dispatch-overlap-fused": (2, TWO, dict(DISPATCH, **FUSED), PLAIN),
+    "dispatch-overlap-fused-full": (2, TWO, dict(DISPATCH, **FUSED, **FULL), PLAIN),
+    "dispatch-overlap-fused-moe": (2, TWO, dict(DISPATCH, **FUSED, **MOE), LAYER),
     "dispatch-overlap-fused-mtp-repeated": (
         2,
-        dict(accumulate=2),
+        TWO,
         dict(DISPATCH, **FUSED, **MTP_REPEATED, **MOE),
-        dict(lifetime="layer"),
+        LAYER,
     ),
-    "delayed-fused-activation": (
-        2,
-        dict(accumulate=4),
-        dict(DELAYED, **FUSED, **ACTIVATION),
-        dict(lifetime="layer"),
-    ),
-    "te-2.9.0-delayed": (2, dict(accumulate=4, **SHARDED), DELAYED, {}),
-    "te-2.9.0-bias": (2, dict(accumulate=2), BIAS, {}),
-    "te-2.9.0-fused": (2, dict(accumulate=3), FUSED, {}),
-    "te-2.9.0-fused-bf16-main-grads": (
-        2,
-        dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False),
-        FUSED,
-        {},
-    ),
+    "te-2.9.0-delayed": (2, dict(FOUR, **SHARDED), DELAYED, PLAIN),
+    "te-2.9.0-bias": (2, TWO, BIAS, PLAIN),
+    "te-2.9.0-fused": (2, dict(accumulate=3), FUSED, PLAIN),
+    "te-2.9.0-fused-bf16-main-grads": (2, dict(BF16_MAIN, **TWO), FUSED, PLAIN),
 }
 
 
 # In ``make test``: each way to accumulate gradients, to delay them and to recompute, each lifetime, both of our
 # TransformerEngines.
 QUICK = """
-bias fused-full fused-late fused-bf16-main-grads-bias delayed-fused-overlap
+bias fused fused-full fused-bf16-main-grads-bias delayed-fused-overlap
 dispatch-overlap-fused-mtp-repeated te-2.9.0-fused edp2-fused-bf16-main-grads-distopt-overlap
 """
 
@@ -135,7 +92,7 @@ def _compare(name: str) -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    _, fields, settings, ours_ = CASES[name]
+    _, fields, settings, of_fssdp = CASES[name]
     case = tiny_gpt.Case(grouped=True, **fields, settings=tuple(settings.items()))
     tiny_gpt.initialize(case)
     tiny_gpt.install_fused_wgrad()  # for the attention
@@ -146,19 +103,18 @@ def _compare(name: str) -> None:
     )
     none = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
     assert tiny_gpt.difference(stock, none) == tiny_gpt.SAME
-    tex_on_cpu.GEMMS.clear()
-    ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(**ours_))
-    order = [layout for layout, *_ in tex_on_cpu.GEMMS[-4:]]  # the last backward's, of fc2 and fc1
-    delayed = settings.keys() & {"delay_wgrad_compute", *DISPATCH}
-    assert order == (["NN", "NN", "NT", "NT"] if delayed else ["NN", "NT", "NN", "NT"])
-    worst = tiny_gpt.assert_trained_alike(
-        stock, ours, name, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
-    )
-    if dist.get_rank() == 0:
-        print(
-            f"\nparity | {name} | {ours.replicas} | {worst['loss']:.1e} | {worst['grad']:.1e} |",
-            flush=True,
+    for suffix, of_ours in of_fssdp.items():
+        tex_on_cpu.GEMMS.clear()
+        ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(**of_ours))
+        order = [layout for layout, *_ in tex_on_cpu.GEMMS[-4:]]  # the last backward's
+        delayed = settings.keys() & {"delay_wgrad_compute", *DISPATCH}
+        assert order == (["NN", "NN", "NT", "NT"] if delayed else ["NN", "NT", "NN", "NT"])
+        worst = tiny_gpt.assert_trained_alike(
+            stock, ours, suffix, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
         )
+        if dist.get_rank() == 0:
+            row = f"{ours.replicas} | {worst['loss']:.1e} | {worst['grad']:.1e}"
+            print(f"\nparity | {name}{suffix} | {row} |", flush=True)
 
 
 @pytest.mark.parametrize("name", _cases(2))

@@ -49,7 +49,7 @@ LAYER = dict(lifetime="layer")
 CASES: dict[str, tuple[int, dict, dict, dict]] = {
     "plain": (2, dict(accumulate=2), {}, {}),
     "fused": (2, dict(accumulate=3), dict(FUSED, moe_mlp_glu_interleave_size=8), {}),
-    "fused-bias-microbatch": (
+    "fused-bias-layer": (
         2,
         dict(accumulate=3),
         dict(FUSED, **BIAS),
@@ -103,7 +103,7 @@ ACTIVATIONS = {
     "squared_relu": "ScaledSReLU",
     "quick_gelu": "ScaledClampedQGeGLU",
 }
-QUICK = "fused-bias-microbatch fused-recompute-moe-layer delayed-bias"  # in `make test`
+QUICK = "fused-bias-layer fused-recompute-moe-layer delayed-bias"  # in `make test`
 
 
 def _cases(num_ranks: int) -> list:

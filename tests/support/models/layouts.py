@@ -47,7 +47,7 @@ class Layout:
         variants: names of `variants.VARIANTS` beside ``none`` and ``replicas``, which every layout is compared in.
         quick: the variants that ``make test`` runs; without any the layout is slow.
         is_for_oldest: whether other versions of Megatron train it too, without replicas and with them.
-        recipe: of fp8 or fp4, in which grouped experts of TransformerEngine compute (`quantized`).
+        recipe: of TransformerEngine's grouped experts: ``unquantized``, or that of their fp8 or fp4 (`quantized`).
         is_stored: whether their parameters are in fp8 or fp4 as well.
     """
 
@@ -236,6 +236,11 @@ ROUTING = {
 }
 
 
+def _grouped(num_ranks: int, *fields: Any, **named: Any) -> Layout:
+    """Grouped experts of TransformerEngine, whose weights are not quantized."""
+    return Layout(num_ranks, *fields, recipe="unquantized", **named)
+
+
 def _computed(num_ranks: int, recipe: str, *fields: Any, **named: Any) -> Layout:
     """Experts that compute in fp8 or fp4, with parameters in fp32."""
     return Layout(num_ranks, *fields, recipe=recipe, **named)
@@ -246,6 +251,23 @@ def _stored(num_ranks: int, recipe: str, *fields: Any, **named: Any) -> Layout:
     return Layout(num_ranks, *fields, recipe=recipe, is_stored=True, **named)
 
 
+GROUPED = {
+    "latent": _grouped(
+        2,
+        dict(accumulate=2),
+        dict(moe_latent_size=16, moe_shared_expert_intermediate_size=32),
+        quick="replicas",
+    ),
+    "latent-recompute": _grouped(
+        2, dict(accumulate=2), dict(FULL, moe_latent_size=16), quick="replicas"
+    ),
+    "interleaved": _grouped(
+        2, dict(accumulate=2), dict(moe_mlp_glu_interleave_size=8), quick="replicas"
+    ),
+    "bf16-biases": _grouped(2, dict(bf16=True, accumulate=2, **SHARDED), BIAS, "homes"),
+    "edp2-fused-wgrad": _grouped(4, dict(accumulate=2, **SHARDED), FUSED_WGRAD, "homes-layer"),
+    "ep4-fused-wgrad": _grouped(4, dict(ep=4, accumulate=2, **SHARDED), FUSED_WGRAD, "homes-layer"),
+}
 # `test_replicas_have_the_bytes_of_their_homes` has all recipes in ``make test``.
 COMPUTED = {
     "mxfp8": _computed(2, "mxfp8", dict(accumulate=3), {}, "layer layer-late", quick="layer-late"),
@@ -290,6 +312,7 @@ LAYOUTS: dict[str, Layout] = {
     **PARALLEL,
     **SCHEDULES,
     **ROUTING,
+    **{f"grouped-{name}": layout for name, layout in GROUPED.items()},
     **{f"computed-{name}": layout for name, layout in COMPUTED.items()},
     **{f"stored-{name}": layout for name, layout in STORED.items()},
 }

@@ -8,8 +8,7 @@ from typing import Any
 
 def packages(recipe: str) -> str:
     """What ranks start with: those of Hopper and of Blackwell are computed otherwise."""
-    name, _, other = recipe.partition("-")
-    return "te" if name in ("tensorwise", "blockwise") and not other else "te-blackwell"
+    return "te" if recipe in ("unquantized", "tensorwise", "blockwise") else "te-blackwell"
 
 
 def case_of(

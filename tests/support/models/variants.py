@@ -71,8 +71,13 @@ def compare(name: str, layout: Layout, chosen: Iterable[str]) -> dict[str, dict[
     if any(VARIANTS[variant].moves_homes for variant in layout.names):
         case = training_with_moves.unclipped(case)
     stock = tiny_gpt.train(case, steps=STEPS, hook=prepare)
+    # Quantized parameters share their bytes with their clones: their values stay what they are now.
     short = dataclasses.replace(
-        stock, losses=stock.losses.copy(), grads=stock.grads.copy(), grad_norms=[*stock.grad_norms]
+        stock,
+        losses=stock.losses.copy(),
+        grad_norms=stock.grad_norms.copy(),
+        grads=stock.grads.copy(),
+        params={name: p.double() for name, p in stock.params.items()},
     )
     moved = None
     if any(variant.moves_homes for variant in variants.values()):
@@ -108,14 +113,20 @@ def compare(name: str, layout: Layout, chosen: Iterable[str]) -> dict[str, dict[
 
 def _case_of(layout: Layout) -> tuple[Any, Callable[[list], list]]:
     """The initialized case of a layout, and what is done with each of its models before FSSDP comes."""
-    if layout.recipe:
+    if layout.recipe == "unquantized":
+        import te_on_cpu
+
+        te_on_cpu.install()
+    elif layout.recipe:
         import quantized
 
         case = quantized.case_of(layout.recipe, layout.case, layout.model, stored=layout.is_stored)
         return case, quantized.fuse_wgrad
     import tiny_gpt
 
-    case = tiny_gpt.Case(**layout.case, settings=tuple(layout.model.items()))
+    case = tiny_gpt.Case(
+        **layout.case, grouped=bool(layout.recipe), settings=tuple(layout.model.items())
+    )
     tiny_gpt.initialize(case)
     if "gradient_accumulation_fusion" in layout.model:
         tiny_gpt.install_fused_wgrad()
