@@ -22,14 +22,14 @@ LONGEST_COMPILED = 85
 BOXES = ("nvlink", "homes", "routes", "record")
 # Lines by area, at most: lowered with what is deleted, never raised.
 AREAS = {
-    "core": 18_204,
+    "core": 17_758,
     "box nvlink": 3_187,
-    "box homes": 1_502,
+    "box homes": 1_488,
     "box routes": 457,
-    "box record": 3_623,
-    "tools": 7_272,
-    "tests": 45_480,
-    "bench": 12_512,
+    "box record": 3_162,
+    "tools": 4_550,
+    "tests": 43_460,
+    "bench": 7_933,
 }
 
 

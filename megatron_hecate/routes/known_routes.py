@@ -168,10 +168,8 @@ class KnownRoutes:
         if num_unknown <= 0:
             return loads, microbatches
         # Expected tokens of each further microbatch.
-        expected_rest = (
-            loads / replayed.microbatches if expected is None else expected / microbatches
-        )
-        return loads + num_unknown * expected_rest, microbatches
+        mean = loads / replayed.microbatches if expected is None else expected / microbatches
+        return loads + num_unknown * mean, microbatches
 
     def _count_replayed(
         self, states: Sequence[LayerState], microbatches: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
 import json
 import os
 import re
@@ -282,7 +283,9 @@ FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 def _flags_of(command: str) -> set[str]:
     return {
         flag
-        for action in COMMANDS[command].load().make_parser()._actions
+        for action in importlib.import_module(f"megatron_hecate.{COMMANDS[command][0]}")
+        .make_parser()
+        ._actions
         for flag in action.option_strings
     }
 
