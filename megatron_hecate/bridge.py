@@ -65,12 +65,12 @@ def enable(config: Any, **settings: Any) -> None:
         raise TypeError(
             f"bridge.enable takes a recipe, a ConfigContainer, got a {type(config).__name__}"
         )
-    asked = HecateConfig(**settings).as_arguments()
-    _ask(config, asked)
+    request = HecateConfig(**settings).as_arguments()
+    _ask(config, request)
     # A framework may never call ``pretrain``: then `entry` reads the settings from here when DDP
     # wraps the model, or refuses the first step.
     for model in _models(config):
-        vars(model).update({**asked, **fssdp_arguments(model)})
+        vars(model).update({**request, **fssdp_arguments(model)})
     REQUEST.models.append(weakref.ref(config.model))
 
 
@@ -135,15 +135,15 @@ def _recorder(chunks: list[Module]) -> StageRecorder | None:
     return None
 
 
-def _ask(config: Any, asked: dict[str, Any]) -> None:
+def _ask(config: Any, request: dict[str, Any]) -> None:
     """Store settings, by argparse's names, in the recipe; refuse a change of earlier ones."""
     earlier = vars(config).setdefault("_moe_fssdp", {})
-    changed = [name for name in asked if earlier.get(name, asked[name]) != asked[name]]
+    changed = [name for name in request if earlier.get(name, request[name]) != request[name]]
     if changed:
         old = ", ".join(f"{name}={earlier[name]!r}" for name in changed)
-        new = ", ".join(f"{name}={asked[name]!r}" for name in changed)
+        new = ", ".join(f"{name}={request[name]!r}" for name in changed)
         refuse([f"FSSDP was asked for with {old} before, now with {new}; set it in one place"])
-    earlier.update(asked)
+    earlier.update(request)
 
 
 def _models(config: Any) -> tuple[Any, Any]:

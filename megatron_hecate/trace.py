@@ -62,20 +62,20 @@ class SpanRecorder:
     def add(self, what: str, layer: str, begin: float, end: float) -> None:
         self.spans.append((what, layer, begin, end))
 
-    def follow(self, what: str, layer: str, over: Callable[[], bool]) -> None:
+    def follow(self, what: str, layer: str, end: Callable[[], bool]) -> None:
         """Record a transfer from now until a check finds that ``over()`` is true."""
-        self._open.append((what, layer, time.perf_counter(), over))
+        self._open.append((what, layer, time.perf_counter(), end))
 
     def look(self) -> None:
         """Record the transfers that have ended since the last check."""
-        now = time.perf_counter()
-        still = []
-        for what, layer, begin, over in self._open:
-            if over():
-                self.add(what, layer, begin, now)
+        moment = time.perf_counter()
+        running = []
+        for what, layer, begin, ended in self._open:
+            if ended():
+                self.add(what, layer, begin, moment)
             else:
-                still.append((what, layer, begin, over))
-        self._open = still
+                running.append((what, layer, begin, ended))
+        self._open = running
 
     def seconds(self) -> dict[str, float]:
         """Sum the seconds of the spans of each kind."""
@@ -135,9 +135,9 @@ def add(what: str, layer: str, begin: float) -> None:
             recorder.add(what, layer, begin, time.perf_counter())
 
 
-def follow(what: str, layer: str, over: Callable[[], bool]) -> None:
+def follow(what: str, layer: str, end: Callable[[], bool]) -> None:
     """Record a transfer from now until a check finds that ``over()`` is true (recorder only)."""
     recorder = _recorder
     if recorder is not None:
         with _lock:
-            recorder.follow(what, layer, over)
+            recorder.follow(what, layer, end)

@@ -69,17 +69,17 @@ class Note:
             RuntimeError: on all ranks, when the callback raises an exception.
         """
         notes: list[Note] = []
-        found: list[str] = []
+        lines: list[str] = []
 
         def compare(gathered: list[Any]) -> Verdict:
             notes.extend(Note(**fields) for fields in gathered)
             problems, decision = judge(notes)
-            found.extend(dict.fromkeys([*_find_problems(notes), *problems]))
-            return Verdict({"problems": shorten(found), "decision": decision})
+            lines.extend(dict.fromkeys([*_find_problems(notes), *problems]))
+            return Verdict({"problems": shorten(lines), "decision": decision})
 
         verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(self), compare)
         # `found` is filled on rank 0 only, where the list must be complete.
-        refuse(found or verdict.job["problems"])
+        refuse(lines or verdict.job["problems"])
         return verdict.job["decision"], notes
 
 
@@ -211,10 +211,10 @@ def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: f
         AssertionError: if fingerprints differ; lists all of the ranks' fingerprints.
         TransferError: when a rank does not take part within ``timeout`` seconds.
     """
-    own = torch.tensor([number], dtype=torch.int64)
+    fingerprint = torch.tensor([number], dtype=torch.int64)
     if dist.get_backend(group) == "nccl":
-        own = own.cuda()
-    numbers = gather_rows(own, group, what="comparing plans", label=label, timeout=timeout)
+        fingerprint = fingerprint.cuda()
+    numbers = gather_rows(fingerprint, group, what="comparing plans", label=label, timeout=timeout)
     fingerprints = numbers.flatten().tolist()
     if len(set(fingerprints)) > 1:
         raise AssertionError(

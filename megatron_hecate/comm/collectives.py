@@ -87,8 +87,8 @@ def wait_collective(
             work.wait(timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
         seconds = time.monotonic() - start
-        after = f"{seconds:.1f} s (timeout {timeout:g} s)"
-        failure = _failure(group, what=what, label=label, after=after, cause=error)
+        duration = f"{seconds:.1f} s (timeout {timeout:g} s)"
+        failure = _failure(group, what=what, label=label, duration=duration, cause=error)
         # The wait ends before the watchdog prints its line, which is due at the same time.
         if seconds >= timeout and (stragglers := watchdog.name_stragglers()):
             failure = TransferError(f"{failure} {stragglers}")
@@ -115,8 +115,8 @@ def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str)
         with under_way.blocking(partial(_describe, _ranks_of(group), what=what, label=label)):
             dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
-        after = f"{time.monotonic() - start:.1f} s"
-        raise _failure(group, what=what, label=label, after=after, cause=error) from error
+        duration = f"{time.monotonic() - start:.1f} s"
+        raise _failure(group, what=what, label=label, duration=duration, cause=error) from error
     return values
 
 
@@ -137,7 +137,7 @@ def _ranks_of(group: dist.ProcessGroup) -> str:
 
 
 def _failure(
-    group: dist.ProcessGroup, *, what: str, label: str, after: str, cause: RuntimeError
+    group: dist.ProcessGroup, *, what: str, label: str, duration: str, cause: RuntimeError
 ) -> TransferError:
     """Return the error of a collective that failed.
 
@@ -145,11 +145,11 @@ def _failure(
         group: the ranks that take part.
         what: name of the collective.
         label: name of the layer.
-        after: time since the start of the wait.
+        duration: time since the start of the wait.
         cause: error of torch.
     """
     return TransferError(
-        f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {after}: "
+        f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {duration}: "
         f"{_expected_ranks(group)}, one died, hangs, or did not take part. Cause: {cause}"
     )
 

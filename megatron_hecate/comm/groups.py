@@ -115,9 +115,9 @@ def connected_group(
     )
     if not groups:
         return None
-    ranks, made = verdict.groups[names[0]]
+    ranks, number = verdict.groups[names[0]]
     nccl = NcclSettings() if on_gpus else None
-    return new_group(ranks, made, description="fssdp homes", timeout=timeout, nccl=nccl)
+    return new_group(ranks, number, description="fssdp homes", timeout=timeout, nccl=nccl)
 
 
 def _join_groups(gathered: list[tuple[int, list[list[int]]]]) -> Verdict:
@@ -135,11 +135,11 @@ def _join_groups(gathered: list[tuple[int, list[list[int]]]]) -> Verdict:
     for rank, low in enumerate(lowest):
         members.setdefault(low, []).append(rank)
     # Once per component: a large job has thousands of ranks in one.
-    made = {low: max(gathered[rank][0] for rank in ranks) for low, ranks in members.items()}
+    numbers = {low: max(gathered[rank][0] for rank in ranks) for low, ranks in members.items()}
     components: dict[str, Any] = {}
     for low, (_, groups) in zip(lowest, gathered, strict=True):
         if groups:
-            components[str(groups[0][0])] = [members[low], made[low]]
+            components[str(groups[0][0])] = [members[low], numbers[low]]
     return Verdict(None, components)
 
 
@@ -159,9 +159,9 @@ def _lowest_connected(groups_of_ranks: Sequence[Sequence[Sequence[int]]]) -> lis
         return rank
 
     for groups in groups_of_ranks:
-        for first, *others in groups:
-            for other in others:
-                low, high = sorted((find_root(first), find_root(other)))
+        for first, *ranks in groups:
+            for member in ranks:
+                low, high = sorted((find_root(first), find_root(member)))
                 parents[high] = low
     return [find_root(rank) for rank in range(len(parents))]
 
@@ -180,12 +180,14 @@ def connect_ranks(
     """
     device = "cpu" if nccl is None else "cuda"
     if nccl is not None and nccl.pairs:
-        sent = torch.zeros(group.size(), device=device)
-        work = dist.all_to_all_single(torch.empty_like(sent), sent, group=group, async_op=True)
+        message = torch.zeros(group.size(), device=device)
+        work = dist.all_to_all_single(
+            torch.empty_like(message), message, group=group, async_op=True
+        )
     else:
-        sent = torch.zeros(1, device=device)
-        work = dist.all_reduce(sent, group=group, async_op=True)
-    wait_collective(work, sent, group, what="connecting the ranks", label=label, timeout=timeout)
+        message = torch.zeros(1, device=device)
+        work = dist.all_reduce(message, group=group, async_op=True)
+    wait_collective(work, message, group, what="connecting the ranks", label=label, timeout=timeout)
 
 
 @contextlib.contextmanager

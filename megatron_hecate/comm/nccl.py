@@ -45,14 +45,14 @@ _timeouts: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[float, float]] = (
 )
 
 
-def keep_timeout(group: dist.ProcessGroup, least: float) -> None:
+def keep_timeout(group: dist.ProcessGroup, lower_bound: float) -> None:
     """Set the timeout of ``group`` to the job's, now and at each `follow_job_timeout`.
 
     Args:
         group: a process group that uses NCCL.
-        least: lower bound on the timeout, seconds.
+        lower_bound: lower bound on the timeout, seconds.
     """
-    _timeouts[group] = (least, 0.0)
+    _timeouts[group] = (lower_bound, 0.0)
     follow_job_timeout()
 
 
@@ -64,10 +64,10 @@ def follow_job_timeout() -> None:
     if not _timeouts:
         return
     job = job_timeout()
-    for group, (least, current) in list(_timeouts.items()):
-        wanted = least
+    for group, (lower_bound, current) in list(_timeouts.items()):
+        timeout = lower_bound
         if math.isfinite(job):
-            wanted = max(least, job)
-        if wanted != current:
-            _set_pg_timeout(timedelta(seconds=wanted), group)
-            _timeouts[group] = (least, wanted)
+            timeout = max(lower_bound, job)
+        if timeout != current:
+            _set_pg_timeout(timedelta(seconds=timeout), group)
+            _timeouts[group] = (lower_bound, timeout)

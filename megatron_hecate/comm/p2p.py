@@ -209,13 +209,13 @@ class P2P:
                 yield
             messages.finish()
             received = zip(staged, arriving, strict=False)
-            for at, (chunk, (home, _)) in enumerate(received, index * at_once):
+            for index_of_chunk, (chunk, (home, _)) in enumerate(received, index * at_once):
                 # Gradients are added in order of the replicas' ranks, so runs repeat bitwise.
-                if at == 0 or sends[at - 1][0] != home:
+                if index_of_chunk == 0 or sends[index_of_chunk - 1][0] != home:
                     total.copy_(chunk)
                 else:
                     total += chunk
-                if at + 1 == len(sends) or sends[at + 1][0] != home:
+                if index_of_chunk + 1 == len(sends) or sends[index_of_chunk + 1][0] != home:
                     homes.add(home, total)
 
     def _chunks_of_staging(self, count: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
@@ -309,31 +309,31 @@ class _Messages:
 
     def finish(self) -> None:
         """Wait for all messages: on a GPU the current stream waits, else the host."""
-        done = 0
+        count = 0
         try:
             for work in self._works:
                 if self._is_cuda:
                     work.wait()
                 else:
                     work.wait(timeout=timedelta(seconds=self._timeout))
-                done += 1
+                count += 1
         except RuntimeError as error:
-            raise self._failure(done, error) from error
+            raise self._failure(count, error) from error
 
-    def _failure(self, done: int, error: RuntimeError) -> TransferError:
+    def _failure(self, count: int, error: RuntimeError) -> TransferError:
         """Return an error that names the peer of the failed message.
 
         Args:
-            done: number of messages that were complete before.
+            count: number of messages that were complete before.
             error: error of torch.
         """
-        tensor, peer, sends = self._messages[min(done, len(self._messages) - 1)]
+        tensor, peer, sends = self._messages[min(count, len(self._messages) - 1)]
         seconds = time.monotonic() - self._started
         return TransferError(
             f"{self._name} failed on {self._transport.ranks} after {seconds:.1f} s (timeout "
             f"{self._timeout:g} s), waiting to {_action(sends)} rank {peer} ({tensor.nbytes} "
-            f"bytes): expected {len(self._messages)} messages, {done} were seen. Rank {peer} died, "
-            f"hangs, or did not take part. Cause: {error}"
+            f"bytes): expected {len(self._messages)} messages, {count} were seen. Rank {peer} "
+            f"died, hangs, or did not take part. Cause: {error}"
         )
 
 
@@ -361,10 +361,10 @@ def _describe(name: str, ranks: str, sizes: list[tuple[int, bool, int]]) -> str:
         f"{_action(sends)} rank {rank} ({size} bytes)"
         for (rank, sends), size in bytes_by_peer.items()
     ]
-    more = ""
+    ending = ""
     if len(parts) > NAMED:
-        more = f", and {len(parts) - NAMED} more"
-    return f"{name}, {ranks} expected to {', '.join(parts[:NAMED])}{more}"
+        ending = f", and {len(parts) - NAMED} more"
+    return f"{name}, {ranks} expected to {', '.join(parts[:NAMED])}{ending}"
 
 
 def _action(sends: bool) -> str:

@@ -59,9 +59,9 @@ def raise_on_all(
     problems: list[str] = []
     with collect(problems):
         yield
-    of_ranks = gather_objects(problems, group, what=what, label=label)
+    problems_by_rank = gather_objects(problems, group, what=what, label=label)
     texts: list[str] = []
-    for rank, found in zip(dist.get_process_group_ranks(group), of_ranks, strict=True):
-        texts += [f"rank {rank}: {text}" for text in found]
+    for rank, lines in zip(dist.get_process_group_ranks(group), problems_by_rank, strict=True):
+        texts += [f"rank {rank}: {text}" for text in lines]
     if texts:
         raise error(f"{label}: {'; '.join(texts)}")

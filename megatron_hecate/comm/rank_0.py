@@ -20,12 +20,12 @@ def environment_number(name: str) -> int:
     Raises:
         ValueError: for a value that is no such number.
     """
-    least = VARIABLES[name]
-    text = os.environ.get(name, str(least))
-    if text.isascii() and text.isdigit() and int(text) >= least:
+    lower_bound = VARIABLES[name]
+    text = os.environ.get(name, str(lower_bound))
+    if text.isascii() and text.isdigit() and int(text) >= lower_bound:
         return int(text)
     raise ValueError(
-        f"{name}={text!r} in the environment must be a whole number, {least} or more; "
+        f"{name}={text!r} in the environment must be a whole number, {lower_bound} or more; "
         f"unset {name}, or start ranks with torchrun, which sets it"
     )
 

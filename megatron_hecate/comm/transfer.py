@@ -35,8 +35,8 @@ class Transfer:
         watch: stopwatch whose "begin" is marked by ``steps`` once all peers have arrived, and whose
             "end" is marked by the transfer. A transfer whose end is enqueued by `wait` cannot be
             timed.
-        after: future to wait for first. Without CUDA, for transfers that take the host's time: all
-            steps run in a thread once ``after`` is done.
+        previous: future to wait for first. Without CUDA, for transfers that take the host's time:
+            all steps run in a thread once ``previous`` is done.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Transfer:
         what: str,
         label: str,
         watch: Stopwatch | None = None,
-        after: Future[None] | None = None,
+        previous: Future[None] | None = None,
     ) -> None:
         self.what = what
         self.label = label
@@ -63,9 +63,9 @@ class Transfer:
                 self._start_on_stream(device)
             # The works of gloo do not report when they complete, so a transfer that is traced or
             # timed needs a thread that waits for them.
-            elif after is not None or trace.follows_transfers() or watch is not None:
-                self.ended = self._run_in_thread(after)
-                trace.follow(what, label, over=self.ended.done)
+            elif previous is not None or trace.follows_transfers() or watch is not None:
+                self.ended = self._run_in_thread(previous)
+                trace.follow(what, label, end=self.ended.done)
             else:
                 next(steps, None)
 
@@ -74,8 +74,8 @@ class Transfer:
         self._stream = transfer_stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            over = object()
-            if has_one_queue() and next(self._steps, over) is not over:
+            marker = object()
+            if has_one_queue() and next(self._steps, marker) is not marker:
                 self._watch = None
             else:
                 self._enqueue_rest(self._stream)
@@ -88,7 +88,7 @@ class Transfer:
                 self._watch.mark("end")
             self._enqueued = stream.record_event()
 
-    def _run_in_thread(self, after: Future[None] | None) -> Future[None]:
+    def _run_in_thread(self, previous: Future[None] | None) -> Future[None]:
         """Run all steps in a background thread, for which `wait` then waits.
 
         Returns:
@@ -101,8 +101,8 @@ class Transfer:
 
         def run() -> None:
             try:
-                if after is not None:
-                    futures.wait([after])
+                if previous is not None:
+                    futures.wait([previous])
                 with torch.no_grad():
                     for _ in steps:
                         pass

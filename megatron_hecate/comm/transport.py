@@ -89,10 +89,10 @@ class TransferPlan:
         vars(plan).update(vars(self))
         return plan
 
-    def without(self, earlier: TransferPlan) -> TransferPlan:
-        """Return the plan of the copies that ``earlier`` does not have: the late replicas."""
-        known = set(earlier.copies)
-        return TransferPlan(self.rank, tuple(copy for copy in self.copies if copy not in known))
+    def without(self, transfers: TransferPlan) -> TransferPlan:
+        """Return the plan of the copies that ``transfers`` does not have: the late replicas."""
+        copies = set(transfers.copies)
+        return TransferPlan(self.rank, tuple(copy for copy in self.copies if copy not in copies))
 
     @cached_property
     def sends(self) -> tuple[tuple[int, int], ...]:
@@ -107,12 +107,12 @@ class TransferPlan:
     @cached_property
     def turns(self) -> tuple[int, ...]:
         """For each of `receives`, the number of chunks that its home sends before it."""
-        sent: Counter[int] = Counter()  # by home
+        num_sent: Counter[int] = Counter()  # by home
         turns = []
         for copy in self.copies:
             if copy.rank == self.rank:
-                turns.append(sent[copy.home])
-            sent[copy.home] += 1
+                turns.append(num_sent[copy.home])
+            num_sent[copy.home] += 1
         return tuple(turns)
 
     @cached_property

@@ -77,10 +77,10 @@ def cubin(capability: tuple[int, int], *, compiler: str = "auto") -> bytes:
         raise CompileError(
             f"FSSDP needs a GPU of compute capability 8.0 (A100) or more, got {arch / 10}"
         )
-    found = _cuda_compiler(compiler)
-    target = f"sm_{found.best_arch(arch)}"
-    build = {"nvrtc": _nvrtc, "nvcc": _nvcc}[found.name]
-    key = " ".join([found.name, found.version, *OPTIONS])
+    cuda_compiler = _cuda_compiler(compiler)
+    target = f"sm_{cuda_compiler.best_arch(arch)}"
+    build = {"nvrtc": _nvrtc, "nvcc": _nvcc}[cuda_compiler.name]
+    key = " ".join([cuda_compiler.name, cuda_compiler.version, *OPTIONS])
     return _cached(target, key, ("device.cu", *HEADERS), lambda: build(target))[0]
 
 
@@ -154,16 +154,16 @@ def describe(capabilities: Iterable[tuple[int, int]] = ()) -> tuple[list[str], b
     except (CompileError, OSError) as error:
         lines.append(f"CPU ranks: {error}")
         usable["cpu"] = False
-    here = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
-    wanted = sorted({*here, *capabilities})
-    needed = "cuda" if wanted else "cpu"
+    capabilities_here = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    targets = sorted({*capabilities_here, *capabilities})
+    kind = "cuda" if targets else "cpu"
     try:
         lines.append(f"GPUs: kernels are compiled by {_cuda_compiler('auto')}")
     except CompileError as error:
         lines.append(f"GPUs: {error}")
         usable["cuda"] = False
-        wanted = []
-    for capability in wanted:
+        targets = []
+    for capability in targets:
         name = "{}.{}".format(*capability)
         try:
             cubin(capability)
@@ -171,7 +171,7 @@ def describe(capabilities: Iterable[tuple[int, int]] = ()) -> tuple[list[str], b
         except (CompileError, OSError) as error:
             lines.append(f"GPUs of compute capability {name}: {error}")
             usable["cuda"] = False
-    return lines, usable[needed]
+    return lines, usable[kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,13 +197,15 @@ class _CudaCompiler:
             CompileError: if there is no such target.
         """
         fitting = [
-            known for known in self.archs if known // 10 == arch // 10 and OLDEST <= known <= arch
+            candidate
+            for candidate in self.archs
+            if candidate // 10 == arch // 10 and OLDEST <= candidate <= arch
         ]
         if fitting:
             return max(fitting)
-        known = ", ".join(f"sm_{known}" for known in sorted(self.archs))
+        candidate = ", ".join(f"sm_{candidate}" for candidate in sorted(self.archs))
         raise CompileError(
-            f"{self} compiles for {known}; none of these runs on a GPU of compute capability "
+            f"{self} compiles for {candidate}; none of these runs on a GPU of compute capability "
             f"{arch / 10}: install a newer compiler, on the path or in $CUDA_HOME"
         )
 
@@ -215,47 +217,47 @@ def explain_unloadable(error: Exception) -> str:
     """Explain a driver's refusal of the compiled kernels, with the way out."""
     compiler = _cuda_compiler("auto")
     driver_version = driver.version() or 0
-    known = driver_version // 1000
+    driver_major = driver_version // 1000
     minor = driver_version % 1000 // 10
-    text = f"{error}: {compiler} compiled the kernels, the driver is of CUDA {known}.{minor}"
-    if compiler.major <= known:
+    text = f"{error}: {compiler} compiled the kernels, the driver is of CUDA {driver_major}.{minor}"
+    if compiler.major <= driver_major:
         return f"{text}; remove {KERNELS.folder}, and where that does not help, update the driver"
     return (
         f"{text}, which loads no machine code of CUDA {compiler.major}. "
         f"Update the driver to one of CUDA {compiler.major}, or install a compiler of CUDA "
-        f"{known}: nvcc, on the path or in $CUDA_HOME, or pip install "
-        f"'cuda-bindings<{known + 1}' nvidia-cuda-nvrtc-cu{known}"
+        f"{driver_major}: nvcc, on the path or in $CUDA_HOME, or pip install "
+        f"'cuda-bindings<{driver_major + 1}' nvidia-cuda-nvrtc-cu{driver_major}"
     )
 
 
-def _cuda_compiler(wanted: str) -> _CudaCompiler:
+def _cuda_compiler(kind: str) -> _CudaCompiler:
     """Choose the first available compiler that is not newer than the driver, else the first."""
-    found: list[_CudaCompiler] = []
-    missing = "NVRTC was not asked for"
-    if wanted in ("auto", "nvrtc"):
+    compilers: list[_CudaCompiler] = []
+    problem = "NVRTC was not asked for"
+    if kind in ("auto", "nvrtc"):
         try:
             from cuda.bindings import nvrtc
 
             _, major, minor = nvrtc.nvrtcVersion()
-            found.append(
+            compilers.append(
                 _CudaCompiler("nvrtc", f"{major}.{minor}", major, nvrtc.nvrtcGetSupportedArchs()[1])
             )
         except (ImportError, OSError, RuntimeError) as error:
-            missing = f"NVRTC: {error}"
+            problem = f"NVRTC: {error}"
     # without a driver no compiler is too new
     newest = (driver.version() or sys.maxsize) // 1000
     if (
-        wanted in ("auto", "nvcc")
-        and not (found and found[0].major <= newest)
+        kind in ("auto", "nvcc")
+        and not (compilers and compilers[0].major <= newest)
         and (path := _nvcc_path()) is not None
     ):
-        found.append(_nvcc_at(path))
-    if not found:
+        compilers.append(_nvcc_at(path))
+    if not compilers:
         raise CompileError(
-            f"no compiler for CUDA found ({missing}; no nvcc on the path or in $CUDA_HOME); "
+            f"no compiler for CUDA found ({problem}; no nvcc on the path or in $CUDA_HOME); "
             "pip install cuda-bindings nvidia-cuda-nvrtc"
         )
-    return next((compiler for compiler in found if compiler.major <= newest), found[0])
+    return next((compiler for compiler in compilers if compiler.major <= newest), compilers[0])
 
 
 def _nvcc_at(path: str) -> _CudaCompiler:
@@ -286,18 +288,18 @@ def _nvrtc(arch: str) -> bytes:
     texts = [(SOURCES / name).read_bytes() for name in HEADERS]
     names = [name.encode() for name in HEADERS]
     source = (SOURCES / "device.cu").read_bytes()
-    made = call("nvrtcCreateProgram", source, b"device.cu", len(texts), texts, names)
+    outcome = call("nvrtcCreateProgram", source, b"device.cu", len(texts), texts, names)
     options = [f"--gpu-architecture={arch}".encode(), *(option.encode() for option in OPTIONS)]
-    (status,) = nvrtc.nvrtcCompileProgram(made, len(options), options)
+    (status,) = nvrtc.nvrtcCompileProgram(outcome, len(options), options)
     if int(status) != 0:
-        log = b" " * call("nvrtcGetProgramLogSize", made)
-        call("nvrtcGetProgramLog", made, log)
+        log = b" " * call("nvrtcGetProgramLogSize", outcome)
+        call("nvrtcGetProgramLog", outcome, log)
         raise CompileError(
             f"NVRTC cannot compile the kernels for {arch}: {log.rstrip(bytes(1)).decode().strip()}"
         )
-    out = b" " * call("nvrtcGetCUBINSize", made)
-    call("nvrtcGetCUBIN", made, out)
-    nvrtc.nvrtcDestroyProgram(made)
+    out = b" " * call("nvrtcGetCUBINSize", outcome)
+    call("nvrtcGetCUBIN", outcome, out)
+    nvrtc.nvrtcDestroyProgram(outcome)
     return out
 
 
@@ -320,12 +322,12 @@ def _nvcc(arch: str) -> bytes:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        process = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CompileError(f"{command[0]}: {error}") from error
-    if done.returncode:
-        raise CompileError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
-    return done.stdout
+    if process.returncode:
+        raise CompileError(f"{' '.join(command)} failed:\n{process.stderr.strip()}")
+    return process.stdout
 
 
 def _cached(

@@ -51,12 +51,12 @@ def call(name: str, *arguments: Any) -> None:
 
 def version() -> int | None:
     """Return the driver's CUDA version, 1000 * major + 10 * minor; ``None`` without a driver."""
-    found = c_int()
+    number = c_int()
     try:
-        call("cuDriverGetVersion", found)
+        call("cuDriverGetVersion", number)
     except DriverError:
         return None
-    return found.value
+    return number.value
 
 
 def ensure_context(device: int) -> None:
@@ -80,9 +80,9 @@ def load_library(binary: bytes) -> int:
 
 def kernel(library: int, name: str) -> int:
     """Return the handle of a kernel for `launch`."""
-    found = c_void_p()
-    call("cuLibraryGetKernel", found, library, name.encode())
-    return found.value or 0
+    handle = c_void_p()
+    call("cuLibraryGetKernel", handle, library, name.encode())
+    return handle.value or 0
 
 
 def allow_shared_bytes(kernel: int, size: int, device: int) -> None:
@@ -126,8 +126,8 @@ def _primary_context(device: int) -> int:
 
 def _error_name(status: int) -> str:
     name = c_char_p()
-    known = _function("cuGetErrorName")(status, name) == 0 and name.value
-    return known.decode() if known else f"error {status}"
+    text = _function("cuGetErrorName")(status, name) == 0 and name.value
+    return text.decode() if text else f"error {status}"
 
 
 @functools.cache

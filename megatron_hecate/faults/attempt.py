@@ -71,11 +71,11 @@ class Attempt:
     @functools.cached_property
     def started(self) -> str:
         """Time at which the first rank asked for it, ISO 8601; the same on all ranks."""
-        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
         if not dist.is_initialized():
-            return now
+            return time
         store = dist.PrefixStore("megatron_hecate/attempt", _get_default_store())
-        return store.compare_set("started", "", now).decode()
+        return store.compare_set("started", "", time).decode()
 
     def count(self, what: str) -> int:
         """Increment and return the counter ``what`` of this attempt, starting at 1.
@@ -100,7 +100,7 @@ class Attempt:
         It may run in another thread, and is dropped if its object is garbage-collected before.
         """
         with self._lock:
-            self._at_end = [known for known in self._at_end if known() is not None]
+            self._at_end = [reference for reference in self._at_end if reference() is not None]
             self._at_end.append(weakref.WeakMethod(method))
             if self._watch is None and self._world is not None:
                 self._watch = BackgroundThread("attempt", self._close_when_over)

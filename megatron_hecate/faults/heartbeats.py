@@ -44,13 +44,13 @@ class Heartbeat:
     line: str = ""
     transfers: str = ""
 
-    def is_silent(self, now: float, silence: float) -> bool:
+    def is_silent(self, time: float, silence: float) -> bool:
         """Return True if the heartbeat is older than ``silence`` seconds."""
-        return now - self.posted > silence
+        return time - self.posted > silence
 
-    def is_stalled(self, now: float, silence: float) -> bool:
+    def is_stalled(self, time: float, silence: float) -> bool:
         """Return True if the rank has not moved for ``silence`` seconds. A slow rank moves."""
-        return now - self.since > silence
+        return time - self.since > silence
 
     def describe(self, *, silent: bool) -> str:
         """Format host, state and position for a line.
@@ -89,12 +89,12 @@ def heartbeat_key(rank: int) -> str:
     return f"{PREFIX}/at/{rank}"
 
 
-def name_ranks_behind(heartbeats: Heartbeats, *, now: float, silence: float) -> str:
+def name_ranks_behind(heartbeats: Heartbeats, *, time: float, silence: float) -> str:
     """Describe the ranks that others wait for.
 
     Args:
         heartbeats: by rank.
-        now: time of the reading, seconds since 1970. Clocks of the hosts agree within ``silence``.
+        time: time of the reading, seconds since 1970. Clocks of the hosts agree within ``silence``.
         silence: age in seconds from which a heartbeat is silent and a position stalled.
 
     Returns:
@@ -111,33 +111,33 @@ def name_ranks_behind(heartbeats: Heartbeats, *, now: float, silence: float) -> 
     for rank, heartbeat in enumerate(heartbeats):
         if heartbeat is None:
             behind.append((0.0, rank, "(no heartbeat received)"))
-        elif heartbeat.is_stalled(now, silence):
-            silent = heartbeat.is_silent(now, silence)
+        elif heartbeat.is_stalled(time, silence):
+            silent = heartbeat.is_silent(time, silence)
             if silent or heartbeat.steps < furthest[heartbeat.group]:
                 behind.append((heartbeat.since, rank, heartbeat.describe(silent=silent)))
     if not behind:
-        return _describe_lines(heartbeats, now=now, silence=silence)
+        return _describe_lines(heartbeats, time=time, silence=silence)
     # The rank that stopped first may be the cause of the other stalls.
     named = ", ".join(f"rank {rank} {text}" for _, rank, text in sorted(behind)[:NAMED])
-    more = f", and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
-    return f"Behind: {named}{more}"
+    ending = f", and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
+    return f"Behind: {named}{ending}"
 
 
-def name_silent(heartbeats: Heartbeats, *, now: float, silence: float) -> str:
+def name_silent(heartbeats: Heartbeats, *, time: float, silence: float) -> str:
     """Describe the ranks without a heartbeat for ``silence`` seconds; empty if there is none."""
     silent = [
         f"rank {rank} {heartbeat.describe(silent=True)}"
         for rank, heartbeat in enumerate(heartbeats)
-        if heartbeat is not None and heartbeat.is_silent(now, silence)
+        if heartbeat is not None and heartbeat.is_silent(time, silence)
     ]
     return "; ".join(silent[:NAMED])
 
 
-def _describe_lines(heartbeats: Heartbeats, *, now: float, silence: float) -> str:
+def _describe_lines(heartbeats: Heartbeats, *, time: float, silence: float) -> str:
     """Name the source lines of stalled ranks; empty if a rank moves or all lines are equal."""
     lines: dict[str, list[int]] = {}
     for rank, heartbeat in enumerate(heartbeats):
-        if heartbeat and not heartbeat.is_stalled(now, silence):
+        if heartbeat and not heartbeat.is_stalled(time, silence):
             return ""
         line = heartbeat.line if heartbeat else ""
         lines.setdefault(line, []).append(rank)
@@ -162,8 +162,8 @@ def running_line() -> str:
         path = Path(frame.f_code.co_filename)
         in_library = path.is_relative_to(Path(os.__file__).parent)
         # Installed packages lie below the folder of the standard library.
-        of_python = in_library and "site-packages" not in path.parts
-        waits = of_python or "torch" in path.parts or path.parent == Path(__file__).parent
+        is_python = in_library and "site-packages" not in path.parts
+        waits = is_python or "torch" in path.parts or path.parent == Path(__file__).parent
         if not waits and path.is_absolute():
             return f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
         frame = frame.f_back

@@ -101,11 +101,11 @@ class Question:
         self, judge: Callable[[list[Any]], Verdict], *, groups: Sequence[str] = ()
     ) -> Verdict:
         """Gather all messages, decide, and publish the decision. Rank 0 only; as `ask`."""
-        notes, missing = self._gather()
-        outcome: dict[str, Any] = {"missing": missing}
+        notes, absent = self._gather()
+        outcome: dict[str, Any] = {"missing": absent}
         parts: dict[str, str] = {}
         cause: Exception | None = None
-        if not missing:
+        if not absent:
             try:
                 verdict = judge([notes[rank] for rank in range(self.size)])
                 parts = {
@@ -121,8 +121,8 @@ class Question:
         self._check(outcome, cause)
         if not parts:
             return Verdict(outcome["job"])
-        own = {group: json.loads(parts[self._part_of(group)]) for group in groups}
-        return Verdict(outcome["job"], own)
+        own_parts = {group: json.loads(parts[self._part_of(group)]) for group in groups}
+        return Verdict(outcome["job"], own_parts)
 
     def _publish(self, outcome: Mapping[str, Any], parts: Mapping[str, str]) -> None:
         """Write the decision, and its parts by key, into the store."""
@@ -185,20 +185,20 @@ class Question:
             for first in range(0, self.size, BLOCK):
                 block = range(first, min(first + BLOCK, self.size))
                 self._read_notes([rank for rank in block if rank not in notes], notes)
-            passed = time.monotonic() - start
-            missing: list[int] = []
-            if len(notes) < self.size and passed > min(LIST_MISSING_AFTER, self.timeout / 4):
-                missing = self._find_missing(notes)
-                if missing and passed >= self.timeout:
-                    return notes, missing
+            seconds = time.monotonic() - start
+            absent: list[int] = []
+            if len(notes) < self.size and seconds > min(LIST_MISSING_AFTER, self.timeout / 4):
+                absent = self._find_missing(notes)
+                if absent and seconds >= self.timeout:
+                    return notes, absent
             # A rank whose timeout expires before rank 0's reads this list, so the list is also
             # updated after missing ranks have arrived.
-            if missing or published:
-                self.store.set(self._key("missing"), _pack([self.number, missing]))
+            if absent or published:
+                self.store.set(self._key("missing"), _pack([self.number, absent]))
                 published = True
             if len(notes) == self.size:
                 return notes, []
-            time.sleep(max(0.0, min(pause, self.timeout - passed)))
+            time.sleep(max(0.0, min(pause, self.timeout - seconds)))
             pause = min(2 * pause, longest)
 
     def _read_notes(self, ranks: Sequence[int], notes: dict[int, Any]) -> None:
@@ -215,23 +215,23 @@ class Question:
 
     def _find_missing(self, notes: dict[int, Any]) -> list[int]:
         """Return the first `NAMED` ranks without a message; add messages found meanwhile."""
-        missing: list[int] = []
+        absent: list[int] = []
         for rank in range(self.size):
             if rank not in notes:
                 self._read_notes([rank], notes)
             if rank not in notes:
-                missing.append(rank)
-            if len(missing) == NAMED:
+                absent.append(rank)
+            if len(absent) == NAMED:
                 break
-        return missing
+        return absent
 
     def _missing_so_far(self) -> list[int]:
         """Return the ranks that rank 0 waits for; rank 0 itself if it has published none."""
         key = self._key("missing")
         if self.store.check([key]):
-            number, missing = json.loads(self.store.get(key))
-            if number == self.number and missing:
-                return missing
+            number, absent = json.loads(self.store.get(key))
+            if number == self.number and absent:
+                return absent
         return [0]
 
     def _key(self, name: str) -> str:
@@ -251,12 +251,12 @@ def _pack(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _too_late(rank: int, missing: Sequence[int], timeout: float) -> TimeoutError:
-    more = ""
-    if len(missing) == NAMED:
-        more = " and more"
+def _too_late(rank: int, absent: Sequence[int], timeout: float) -> TimeoutError:
+    ending = ""
+    if len(absent) == NAMED:
+        ending = " and more"
     return TimeoutError(
-        f"FSSDP: rank {rank} waited {timeout:g} s for ranks {missing}{more} to switch FSSDP on; "
+        f"FSSDP: rank {rank} waited {timeout:g} s for ranks {absent}{ending} to switch FSSDP on; "
         "is --moe-fssdp given on every rank, and does every rank build the model?"
     )
 

@@ -97,8 +97,10 @@ def describe() -> str:
     waiting = [entry for entry in tuple(_begun) if not entry.is_over]
     if not waiting:
         return ""
-    now = time.monotonic()
-    named = [f"{entry.describe()} (for {now - entry.started:.0f} s)" for entry in waiting[:NAMED]]
+    moment = time.monotonic()
+    named = [
+        f"{entry.describe()} (for {moment - entry.started:.0f} s)" for entry in waiting[:NAMED]
+    ]
     text = "; ".join(named)
     if len(waiting) > NAMED:
         text += f", and {len(waiting) - NAMED} more"

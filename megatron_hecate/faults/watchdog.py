@@ -175,20 +175,20 @@ class Watchdog(BackgroundThread):
     def run(self) -> None:
         # The store and the job end together.
         with contextlib.suppress(RuntimeError, OSError):
-            passed = 0.0
+            seconds = 0.0
             while not self.is_over():
-                self._check_progress(passed)
+                self._check_progress(seconds)
                 self._post()
                 begin = time.monotonic()
                 if self.stopping.wait(self.interval):
                     return
-                passed = time.monotonic() - begin
+                seconds = time.monotonic() - begin
 
-    def _check_progress(self, passed: float) -> None:
+    def _check_progress(self, seconds: float) -> None:
         """Measure the stall of the training thread, and report a long one.
 
         Args:
-            passed: seconds since the last call.
+            seconds: seconds since the last call.
         """
         if here.steps != self._steps:
             self._steps = here.steps
@@ -197,7 +197,7 @@ class Watchdog(BackgroundThread):
             self._stalled = 0.0
             return
         # A longer pause means that this whole process was stopped, which is no stall of training.
-        self._stalled += min(passed, 2 * self.interval)
+        self._stalled += min(seconds, 2 * self.interval)
         if self._steps and not self._is_reported and self._stalled >= self._timeout():
             self._stalled = 0.0
             self._report()
@@ -206,10 +206,10 @@ class Watchdog(BackgroundThread):
         """Post a heartbeat."""
         # Read once: the training thread may move on meanwhile.
         steps = here.steps
-        now = time.time()
-        heartbeat = Heartbeat(now, steps, str(here), now, self._host, self._group)
+        moment = time.time()
+        heartbeat = Heartbeat(moment, steps, str(here), moment, self._host, self._group)
         if steps == self._steps:
-            is_stalled = now - self._since > self.silence
+            is_stalled = moment - self._since > self.silence
             heartbeat = dataclasses.replace(
                 heartbeat,
                 since=self._since,
@@ -224,7 +224,7 @@ class Watchdog(BackgroundThread):
         if heartbeats is None:
             self._print(NO_ANSWER)
         elif heartbeats:
-            text = name_ranks_behind(heartbeats, now=time.time(), silence=self.silence)
+            text = name_ranks_behind(heartbeats, time=time.time(), silence=self.silence)
             waiting = [
                 f"Under way on rank {rank}: {heartbeat.transfers}"
                 for rank, heartbeat in enumerate(heartbeats)
@@ -236,14 +236,14 @@ class Watchdog(BackgroundThread):
 
     def _read_unless_reported(self, store: dist.Store) -> list[Heartbeat | None]:
         """Read the heartbeats of all ranks; none if another rank reports the stall."""
-        now = time.time()
+        moment = time.time()
         reporters = [rank for rank in (0, self._group) if 0 <= rank < self._rank]
         for reporter in read_heartbeats(store, reporters):
             if (
                 reporter is not None
                 and reporter.steps
-                and reporter.is_stalled(now, self.silence)
-                and not reporter.is_silent(now, self.silence)
+                and reporter.is_stalled(moment, self.silence)
+                and not reporter.is_silent(moment, self.silence)
             ):
                 return []
         return read_heartbeats(store, range(self._size))

@@ -141,25 +141,25 @@ def assemble(rows: np.ndarray, num_steps: int, memory: MemoryTable, how: Format)
         last = first
         while last < len(pieces) and rows[pieces[last, ROW], STEP] == step:
             last += 1
-        of_step = pieces[first:last]
+        step_pieces = pieces[first:last]
         first = last
         if problem.kind == FINE:
-            problem = _check(of_step, reads, rows, memory, how.itemsize)
+            problem = _check(step_pieces, reads, rows, memory, how.itemsize)
         steps[step, 0] = how.at + WORD * size
-        items = words[size : size + ITEM * len(of_step)].reshape(-1, ITEM)
-        size += ITEM * len(of_step)
+        items = words[size : size + ITEM * len(step_pieces)].reshape(-1, ITEM)
+        size += ITEM * len(step_pieces)
         if not how.sums:
-            tiles = _fill_copies(items, of_step, reads, rows, memory, how)
-            steps[step, 2] = len(of_step) | tiles << 32
+            tiles = _fill_copies(items, step_pieces, reads, rows, memory, how)
+            steps[step, 2] = len(step_pieces) | tiles << 32
             continue
-        of_sums = reads[num_reads : num_reads + of_step[:, NUM_READS].sum()]
-        num_reads += len(of_sums)
-        sources = words[size : size + SOURCE * len(of_sums)].reshape(-1, SOURCE)
+        sum_reads = reads[num_reads : num_reads + step_pieces[:, NUM_READS].sum()]
+        num_reads += len(sum_reads)
+        sources = words[size : size + SOURCE * len(sum_reads)].reshape(-1, SOURCE)
         steps[step, 1] = how.at + WORD * size
-        tiles = _fill_sums(items, of_step, rows, how.tile)
-        steps[step, 2] = len(of_step) | tiles << 32
-        _fill_sources(sources, of_sums, rows, memory)
-        size += SOURCE * len(of_sums)
+        tiles = _fill_sums(items, step_pieces, rows, how.tile)
+        steps[step, 2] = len(step_pieces) | tiles << 32
+        _fill_sources(sources, sum_reads, rows, memory)
+        size += SOURCE * len(sum_reads)
     return Assembly(words, steps, problem)
 
 
@@ -180,30 +180,30 @@ def _resolve(
     row = 0
     while row < len(rows):
         end = _end_of_pull(rows, row)
-        at = rows[row, BEGIN]
-        while at < rows[row, END]:
-            into = _find(memory, rows[row, INTO_NUMBER], rows[row, INTO_FIRST], at)
-            kind = _kind_of_problem(into, at, 0, how.itemsize)
+        begin = rows[row, BEGIN]
+        while begin < rows[row, END]:
+            target = _find(memory, rows[row, INTO_NUMBER], rows[row, INTO_FIRST], begin)
+            kind = _kind_of_problem(target, begin, 0, how.itemsize)
             if kind != FINE:
-                return pieces[:0], reads[:0], Problem(kind, row, INTO_NUMBER, at)
-            until = min(into.end, rows[row, END])
+                return pieces[:0], reads[:0], Problem(kind, row, INTO_NUMBER, begin)
+            until = min(target.end, rows[row, END])
             for source in range(row, end):
-                apart = memory.by_rank[rows[source, RANK], 0]
-                read = _find(memory, rows[source, FROM_NUMBER], rows[source, FROM_FIRST], at)
-                kind = _kind_of_problem(read, at, apart, how.itemsize)
+                distance = memory.by_rank[rows[source, RANK], 0]
+                read = _find(memory, rows[source, FROM_NUMBER], rows[source, FROM_FIRST], begin)
+                kind = _kind_of_problem(read, begin, distance, how.itemsize)
                 if kind != FINE:
-                    return pieces[:0], reads[:0], Problem(kind, source, FROM_NUMBER, at)
+                    return pieces[:0], reads[:0], Problem(kind, source, FROM_NUMBER, begin)
                 until = min(until, read.end)
-                of_source = reads[num_reads + source - row]
-                of_source[0] = read.address + apart + (at - read.begin) * how.itemsize
-                of_source[1] = source
+                source_read = reads[num_reads + source - row]
+                source_read[0] = read.address + distance + (begin - read.begin) * how.itemsize
+                source_read[1] = source
             piece = pieces[count]
             piece[ROW] = row
-            piece[ADDRESS] = into.address + (at - into.begin) * how.itemsize
-            piece[ELEMENTS] = until - at
+            piece[ADDRESS] = target.address + (begin - target.begin) * how.itemsize
+            piece[ELEMENTS] = until - begin
             piece[FIRST_READ] = num_reads
             piece[NUM_READS] = end - row
-            at = until
+            begin = until
             # The sum of one gradient in place changes nothing.
             in_place = how.sums and end - row == 1 and reads[num_reads, 0] == piece[ADDRESS]
             if not in_place or rows[row, ADD]:
@@ -231,24 +231,24 @@ def _most_pieces(rows: np.ndarray, memory: MemoryTable) -> tuple[int, int]:
     while row < len(rows):
         end = _end_of_pull(rows, row)
         number = rows[row, INTO_NUMBER]
-        most = memory.begins[number + 1] - memory.begins[number]
+        count = memory.begins[number + 1] - memory.begins[number]
         for number in rows[row:end, FROM_NUMBER]:
-            most += memory.begins[number + 1] - memory.begins[number] - 1
-        pieces += most
-        reads += most * (end - row)
+            count += memory.begins[number + 1] - memory.begins[number] - 1
+        pieces += count
+        reads += count * (end - row)
         row = end
     return pieces, reads
 
 
 @compiled_if_possible
-def _find(memory: MemoryTable, number: int, first: int, at: int) -> Located:
-    """Find element ``at`` of a chunk.
+def _find(memory: MemoryTable, number: int, first: int, byte: int) -> Located:
+    """Find element ``byte`` of a chunk.
 
     Args:
         memory: memory of all places.
         number: number of the place of the chunk.
         first: element of the chunk with which the place begins.
-        at: element.
+        byte: element.
 
     Returns:
         The tensor; if the place does not have the element, its end.
@@ -256,18 +256,18 @@ def _find(memory: MemoryTable, number: int, first: int, at: int) -> Located:
     begin = first
     for tensor in range(memory.begins[number], memory.begins[number + 1]):
         end = begin + memory.tensors[tensor, 1]
-        if begin <= at < end:
+        if begin <= byte < end:
             return Located(memory.tensors[tensor, 0], begin, end)
         begin = end
     return Located(0, begin, begin)
 
 
 @compiled_if_possible
-def _kind_of_problem(tensor: Located, at: int, apart: int, itemsize: int) -> int:
+def _kind_of_problem(tensor: Located, begin: int, distance: int, itemsize: int) -> int:
     """Return the kind of problem of a tensor on another rank. Args as `_find` and `MemoryTable`."""
-    if not tensor.begin <= at < tensor.end:
+    if not tensor.begin <= begin < tensor.end:
         return NO_MEMORY
-    if (tensor.address + apart) % itemsize:
+    if (tensor.address + distance) % itemsize:
         return MISALIGNED
     return FINE
 
@@ -283,26 +283,26 @@ def _check(
     """
     begins = pieces[:, ADDRESS]
     ends = begins + pieces[:, ELEMENTS] * itemsize
-    for at in range(len(pieces)):
-        for other in range(at):
-            if begins[at] < ends[other] and begins[other] < ends[at]:
-                if begins[other] < begins[at]:
-                    return Problem(OVERLAP, pieces[other, ROW], pieces[at, ROW], 0)
-                return Problem(OVERLAP, pieces[at, ROW], pieces[other, ROW], 0)
-    for at in range(len(pieces)):
-        first = pieces[at, FIRST_READ]
-        several = pieces[at, NUM_READS] > 1
-        for read in range(first, first + pieces[at, NUM_READS]):
+    for index in range(len(pieces)):
+        for earlier_index in range(index):
+            if begins[index] < ends[earlier_index] and begins[earlier_index] < ends[index]:
+                if begins[earlier_index] < begins[index]:
+                    return Problem(OVERLAP, pieces[earlier_index, ROW], pieces[index, ROW], 0)
+                return Problem(OVERLAP, pieces[index, ROW], pieces[earlier_index, ROW], 0)
+    for index in range(len(pieces)):
+        first = pieces[index, FIRST_READ]
+        several = pieces[index, NUM_READS] > 1
+        for read in range(first, first + pieces[index, NUM_READS]):
             address = reads[read, 0]
             row = reads[read, 1]
             if memory.by_rank[rows[row, RANK], 1] != LOCAL:
                 continue
-            if several and address == begins[at]:
+            if several and address == begins[index]:
                 continue
-            end = address + ends[at] - begins[at]
-            for other in range(len(pieces)):
-                if address < ends[other] and begins[other] < end:
-                    return Problem(OVERWRITTEN, row, pieces[other, ROW], 0)
+            end = address + ends[index] - begins[index]
+            for earlier_index in range(len(pieces)):
+                if address < ends[earlier_index] and begins[earlier_index] < end:
+                    return Problem(OVERWRITTEN, row, pieces[earlier_index, ROW], 0)
     return Problem(FINE, 0, 0, 0)
 
 
@@ -317,14 +317,14 @@ def _fill_copies(
 ) -> int:
     """Fill the `COPY` items of a step; return its tiles."""
     tiles = 0
-    for at in range(len(pieces)):
-        piece = pieces[at]
+    for index in range(len(pieces)):
+        piece = pieces[index]
         address, row = reads[piece[FIRST_READ]]
         size = piece[ELEMENTS] * how.itemsize
-        items[at, 0] = address
-        items[at, 1] = piece[ADDRESS]
-        items[at, 2] = size
-        items[at, 3] = (memory.by_rank[rows[row, RANK], 1] & LOW) | tiles << 32
+        items[index, 0] = address
+        items[index, 1] = piece[ADDRESS]
+        items[index, 2] = size
+        items[index, 3] = (memory.by_rank[rows[row, RANK], 1] & LOW) | tiles << 32
         tiles += -(-size // how.tile)
     return tiles
 
@@ -334,12 +334,12 @@ def _fill_sums(items: np.ndarray, pieces: np.ndarray, rows: np.ndarray, tile: in
     """Fill the `SUM` items of a step; return its tiles."""
     tiles = 0
     first = 0
-    for at in range(len(pieces)):
-        piece = pieces[at]
-        items[at, 0] = piece[ADDRESS]
-        items[at, 1] = piece[ELEMENTS]
-        items[at, 2] = first | piece[NUM_READS] << 32
-        items[at, 3] = tiles | rows[piece[ROW], ADD] << 32
+    for index in range(len(pieces)):
+        piece = pieces[index]
+        items[index, 0] = piece[ADDRESS]
+        items[index, 1] = piece[ELEMENTS]
+        items[index, 2] = first | piece[NUM_READS] << 32
+        items[index, 3] = tiles | rows[piece[ROW], ADD] << 32
         first += piece[NUM_READS]
         tiles += -(-piece[ELEMENTS] * SUMMED // tile)
     return tiles
@@ -350,6 +350,6 @@ def _fill_sources(
     sources: np.ndarray, reads: np.ndarray, rows: np.ndarray, memory: MemoryTable
 ) -> None:
     """Fill the `SOURCE` items of a step."""
-    for at in range(len(reads)):
-        sources[at, 0] = reads[at, 0]
-        sources[at, 1] = memory.by_rank[rows[reads[at, 1], RANK], 1] & LOW
+    for index in range(len(reads)):
+        sources[index, 0] = reads[index, 0]
+        sources[index, 1] = memory.by_rank[rows[reads[index, 1], RANK], 1] & LOW

@@ -98,15 +98,15 @@ def _group(rows: np.ndarray, is_member: np.ndarray, num_slots: int) -> ChunkTabl
     chunk = -1
     copy = 0
     fit = True
-    for at in range(len(rows)):
-        home = rows[at, 0]
-        rank = rows[at, 2]
-        slot = rows[at, 3]
+    for index in range(len(rows)):
+        home = rows[index, 0]
+        rank = rows[index, 2]
+        slot = rows[index, 3]
         is_from_here = 0 <= home < num_ranks and is_member[home]
-        is_new = at == 0 or home != rows[at - 1, 0] or rows[at, 1] != rows[at - 1, 1]
+        is_new = index == 0 or home != rows[index - 1, 0] or rows[index, 1] != rows[index - 1, 1]
         if is_new:
             chunk += 1
-            keys[chunk] = rows[at, :2]
+            keys[chunk] = rows[index, :2]
             begins[chunk + 1] = copy
             in_parts[chunk] = rank == NO_RANK
             if rank == NO_RANK:
@@ -115,7 +115,7 @@ def _group(rows: np.ndarray, is_member: np.ndarray, num_slots: int) -> ChunkTabl
                     sends[home] += 1
                 continue
         # The rows of a chunk are sorted by rank.
-        is_twice = not is_new and rank == rows[at - 1, 2]
+        is_twice = not is_new and rank == rows[index - 1, 2]
         fit = not is_twice and (is_from_here or in_parts[chunk])
         fit = fit and rank != home and 0 <= rank < num_ranks and is_member[rank]
         fit = fit and slot >= 0 and not is_taken[rank, slot]
@@ -168,6 +168,6 @@ def _explain_misfit(
 
 def _raise_twice(what: str, named: Sequence[tuple[int, ...]]) -> None:
     """Raise ValueError for the first item that is in ``named`` twice, if there is one."""
-    twice = [at for at, count in Counter(named).items() if count > 1]
+    twice = [place for place, count in Counter(named).items() if count > 1]
     if twice:
         raise ValueError(f"a {what} is named twice: {min(twice)}")

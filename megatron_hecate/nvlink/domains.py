@@ -83,12 +83,12 @@ class Stages:
                 # Stripes lie in memory that holds the chunk anyway: the home's send buffer, slots.
                 places = {home: Place(home, "send", index), **slots}
                 leaving[chunk.key] = group.stripes(chunk, places)
-                for other in chunk.others:
-                    sends += group.messages(chunk, leaving[chunk.key], other=other)
+                for target_domain in chunk.others:
+                    sends += group.messages(chunk, leaving[chunk.key], domain=target_domain)
             else:
                 entering[chunk.key] = group.stripes(chunk, slots)
-                other = group.domain_of[home]
-                receives += group.messages(chunk, entering[chunk.key], other=other)
+                target_domain = group.domain_of[home]
+                receives += group.messages(chunk, entering[chunk.key], domain=target_domain)
         inside, from_others = group.copies_to_own_domain(copies)
         domain = domains[group.own]
         return (
@@ -128,21 +128,21 @@ class Stages:
                 parts=stripes.begun.copy(),
             )
         ]
-        own = [chunk for chunk in crossing if group.domain_of[chunk.key[0]] == group.own]
-        used = group.used.copy()
+        own_chunks = [chunk for chunk in crossing if group.domain_of[chunk.key[0]] == group.own]
+        busy_bytes = group.used.copy()
         for turn in rounds:
             # A round reuses the stripe buffers of the previous round.
-            group.used = used.copy()
-            other = (group.own + turn) % len(domains)
+            group.used = busy_bytes.copy()
+            source_domain = (group.own + turn) % len(domains)
             receives: list[tuple[Part, int]] = []
             adds: list[Pull] = []
-            for chunk in own:
-                if other in chunk.others:
-                    stripes.receive(chunk, other, receives, adds)
+            for chunk in own_chunks:
+                if source_domain in chunk.others:
+                    stripes.receive(chunk, source_domain, receives, adds)
             stages.append(Messages(tuple(sends[turn]), tuple(receives)))
             # Only this rank's memory is read and written, so no peers need to be waited for.
             stages.append(TransferSchedule.of_pulls((adds,), rank))
-        sums = {chunk.key: stripes.sums[chunk.key] for chunk in own}
+        sums = {chunk.key: stripes.sums[chunk.key] for chunk in own_chunks}
         last = TransferSchedule.of_return([], rank, domain=domain, elements=elements, parts=sums)
         return (*stages, last)
 
@@ -161,10 +161,10 @@ class Stages:
             Elements of the largest stripe; most stripe buffers in use at once in a spAG; the same
             in a spRS.
         """
-        least = min(sizes)
+        smallest = min(sizes)
         largest = max(sizes)
-        fewest = least
-        if _is_spared(least, least - 1):
+        fewest = smallest
+        if _is_spared(smallest, smallest - 1):
             fewest -= 1
         elements = max(end - begin for begin, end in Part.bounds(elements, [1] * fewest))
         if len(sizes) == 1:
@@ -172,7 +172,7 @@ class Stages:
         # Upper bounds of the chunks that are sent to other domains: all chunks of the homes in this
         # domain, and all slots of the other domains. Of the chunks that are received: all slots of
         # this domain.
-        leave = min(largest * layer.homes, (sum(sizes) - least) * layer.slots)
+        leave = min(largest * layer.homes, (sum(sizes) - smallest) * layer.slots)
         enter = largest * layer.slots
         return elements, leave + enter, enter + leave + min(largest * layer.homes, enter)
 
@@ -239,18 +239,20 @@ class _Group:
         for key in sorted(by_chunk):
             home_domain = self.domain_of[key[0]]
             counts = Counter(self.domain_of[copy.rank] for copy in by_chunk[key])
-            others = sorted(counts.keys() - {home_domain})
-            if self.own in others or (others and home_domain == self.own):
-                here = [copy for copy in by_chunk[key] if self.domain_of[copy.rank] == self.own]
+            further_domains = sorted(counts.keys() - {home_domain})
+            if self.own in further_domains or (further_domains and home_domain == self.own):
+                own_copies = [
+                    copy for copy in by_chunk[key] if self.domain_of[copy.rank] == self.own
+                ]
                 size = len(self.domains[home_domain])
                 spared = self._sums and _is_spared(size, counts[home_domain])
-                yield _Chunk(key, here, others, spared=spared)
+                yield _Chunk(key, own_copies, further_domains, spared=spared)
 
     def copies_to_own_domain(self, copies: Sequence[Copy]) -> tuple[list[Copy], list[Copy]]:
         """Return the copies to this domain: from its own homes, and from other domains."""
-        here = [copy for copy in copies if self.domain_of[copy.rank] == self.own]
-        inside = [copy for copy in here if self.domain_of[copy.home] == self.own]
-        return inside, [copy for copy in here if self.domain_of[copy.home] != self.own]
+        own_copies = [copy for copy in copies if self.domain_of[copy.rank] == self.own]
+        inside = [copy for copy in own_copies if self.domain_of[copy.home] == self.own]
+        return inside, [copy for copy in own_copies if self.domain_of[copy.home] != self.own]
 
     def stripes(self, chunk: _Chunk, places: Mapping[int, Place]) -> list[Part]:
         """Assign the stripes of ``chunk`` to the ranks of this domain.
@@ -273,11 +275,11 @@ class _Group:
         return parts
 
     def messages(
-        self, chunk: _Chunk, parts: Sequence[Part], *, other: int
+        self, chunk: _Chunk, parts: Sequence[Part], *, domain: int
     ) -> list[tuple[Part, int]]:
-        """Return the ``parts`` that this rank exchanges with domain ``other``, with the peers."""
+        """Return the ``parts`` that this rank exchanges with domain ``domain``, with the peers."""
         carriers = self._carriers(chunk, self.own)
-        opposite = dict(zip(carriers, self._carriers(chunk, other), strict=True))
+        opposite = dict(zip(carriers, self._carriers(chunk, domain), strict=True))
         return [(part, opposite[self.rank]) for part in parts if part.at.rank == self.rank]
 
     def _carriers(self, chunk: _Chunk, domain: int) -> list[int]:
@@ -316,15 +318,15 @@ class _StripeSums:
     def receive(
         self,
         chunk: _Chunk,
-        other: int,
+        domain: int,
         receives: list[tuple[Part, int]],
         adds: list[Pull],
     ) -> None:
-        """Append the messages and sums of a chunk whose stripes arrive from domain ``other``.
+        """Append the messages and sums of a chunk whose stripes arrive from domain ``domain``.
 
         Args:
             chunk: chunk of this domain.
-            other: number of the sending domain.
+            domain: number of the sending domain.
             receives: parts to receive, with the source rank; appended to.
             adds: additions of received stripes to the sums on this rank; appended to.
         """
@@ -332,13 +334,13 @@ class _StripeSums:
         sums = self.sums[chunk.key]
         if chunk.key not in self.begun:
             self.begun[chunk.key] = sums
-            receives += group.messages(chunk, sums, other=other)
+            receives += group.messages(chunk, sums, domain=domain)
             return
         arrived = group.stripes(chunk, {})
-        receives += group.messages(chunk, arrived, other=other)
-        for source, into in zip(arrived, sums, strict=True):
-            if into.at.rank == group.rank:
-                adds.append(Pull((source.at,), into.at, source.begin, source.end, add=True))
+        receives += group.messages(chunk, arrived, domain=domain)
+        for source, total in zip(arrived, sums, strict=True):
+            if total.at.rank == group.rank:
+                adds.append(Pull((source.at,), total.at, source.begin, source.end, add=True))
 
 
 def _sends_of_rounds(
@@ -357,5 +359,5 @@ def _sends_of_rounds(
         home_domain = group.domain_of[chunk.key[0]]
         if home_domain != group.own:
             turn = (group.own - home_domain) % num_domains
-            sends[turn] += group.messages(chunk, stripes.sums[chunk.key], other=home_domain)
+            sends[turn] += group.messages(chunk, stripes.sums[chunk.key], domain=home_domain)
     return sends

@@ -41,33 +41,33 @@ def choose_exchanges(
         Whether each chunk is exchanged, [chunks]; share of `WHOLE` that the receiver of every copy
         fetches, [copies], zeros for chunks that are not exchanged.
     """
-    most = receives.max()
-    chosen = np.empty(len(homes), np.int64)
+    limit = receives.max()
+    choices = np.empty(len(homes), np.int64)
     number = 0
     is_exchanged = np.zeros(len(homes), np.bool_)
     for size in range(len(sends), 1, -1):
         for chunk in range(len(homes)):
             if begins[chunk + 1] - begins[chunk] != size or homes[chunk] < 0:
                 continue
-            if sends[homes[chunk]] > most:
-                chosen[number] = chunk
+            if sends[homes[chunk]] > limit:
+                choices[number] = chunk
                 is_exchanged[chunk] = True
                 number += 1
                 sends[homes[chunk]] -= size - 1
     shares = np.zeros(len(ranks), np.int64)
     load = sends * WHOLE
     # The second pass improves the shares: only then do the loads include all other chunks' shares.
-    for again in (False, True):
-        for chunk in chosen[:number]:
+    for is_second in (False, True):
+        for chunk in choices[:number]:
             begin = begins[chunk]
             end = begins[chunk + 1]
-            others = end - begin - 1
-            if again:
+            num_others = end - begin - 1
+            if is_second:
                 for copy in range(begin, end):
-                    load[ranks[copy]] -= shares[copy] * others
+                    load[ranks[copy]] -= shares[copy] * num_others
             _even_out(load, ranks[begin:end], shares[begin:end])
             for copy in range(begin, end):
-                load[ranks[copy]] += shares[copy] * others
+                load[ranks[copy]] += shares[copy] * num_others
     return is_exchanged, shares
 
 
@@ -80,28 +80,28 @@ def _even_out(load: np.ndarray, ranks: np.ndarray, shares: np.ndarray) -> None:
         ranks: receivers of the chunk, [receivers]; each sends its share to all others.
         shares: share of each receiver, [receivers]; written.
     """
-    others = len(ranks) - 1
-    least = 0
-    total = WHOLE * others
-    for at in range(len(ranks)):
-        total += load[ranks[at]]
-        if load[ranks[at]] < load[ranks[least]]:
-            least = at
+    num_others = len(ranks) - 1
+    lowest = 0
+    total = WHOLE * num_others
+    for index in range(len(ranks)):
+        total += load[ranks[index]]
+        if load[ranks[index]] < load[ranks[lowest]]:
+            lowest = index
     level = total // len(ranks)
     # Receivers with a load above the level send nothing. Without them the level is lower.
-    before = -1
-    while level != before:
-        before = level
-        total = WHOLE * others
+    last = -1
+    while level != last:
+        last = level
+        total = WHOLE * num_others
         count = 0
         for rank in ranks:
-            if load[rank] <= before:
+            if load[rank] <= last:
                 total += load[rank]
                 count += 1
         level = total // count
-    rest = WHOLE
-    for at in range(len(ranks)):
-        shares[at] = max(0, level - load[ranks[at]]) // others
-        rest -= shares[at]
+    remainder = WHOLE
+    for index in range(len(ranks)):
+        shares[index] = max(0, level - load[ranks[index]]) // num_others
+        remainder -= shares[index]
     # The least loaded rank takes the remainder of the rounding.
-    shares[least] += rest
+    shares[lowest] += remainder

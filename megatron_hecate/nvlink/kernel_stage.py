@@ -93,9 +93,9 @@ class KernelStage:
         program = self.program
         peers = self.peers
         name = "fssdp_reduce" if self.job.sums else "fssdp_gather"
-        at = torch.empty(len(program.data), dtype=torch.uint8, device=peers.device)
+        table = torch.empty(len(program.data), dtype=torch.uint8, device=peers.device)
         try:
-            kernels.run(name, program, at, met=self.job.mark_begin)
+            kernels.run(name, program, table, met=self.job.mark_begin)
         except RuntimeError:
             # With a recorded failure the barrier of the peers timed out, which ends the CUDA
             # context; `run` then raises an error with the reason.

@@ -44,7 +44,7 @@ class TransferKernels(Kernels):
             self.blocks = dict.fromkeys(UNDER_WAY, 1)
 
     def run(
-        self, name: str, program: Program, at: Tensor, *, met: Callable[[], None] = lambda: None
+        self, name: str, program: Program, table: Tensor, *, met: Callable[[], None] = lambda: None
     ) -> None:
         """Run all steps of a transfer by the kernel ``name``, after a barrier with its peers.
 
@@ -54,49 +54,51 @@ class TransferKernels(Kernels):
         Args:
             name: kernel.
             program: program of the transfer.
-            at: memory for the program on the device, uint8.
+            table: memory for the program on the device, uint8.
             met: called when the barrier is over, or enqueued.
         """
-        self._upload(program, at)
-        self._synchronize(program, at)
+        self._upload(program, table)
+        self._synchronize(program, table)
         met()
-        self.run_at(name, at)
+        self.run_at(name, table)
 
-    def run_at(self, name: str, at: Tensor, *, blocks: int | None = None) -> None:
-        """Run the program in ``at`` by the kernel ``name``; its peers have passed the barrier.
+    def run_at(self, name: str, table: Tensor, *, blocks: int | None = None) -> None:
+        """Run the program in ``table`` by the kernel ``name``; its peers have passed the barrier.
 
         Args:
             name: kernel.
-            at: memory with the program.
+            table: memory with the program.
             blocks: thread blocks, `blocks` by default.
         """
         # Functions of the host build take the numbers of blocks and threads, one of each.
-        further = () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))
+        extra_arguments = () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))
         self.launch(
             name,
-            ctypes.c_void_p(at.data_ptr()),
-            *further,
+            ctypes.c_void_p(table.data_ptr()),
+            *extra_arguments,
             blocks=blocks or self.blocks[name],
             threads=THREADS,
         )
 
-    def _synchronize(self, program: Program, at: Tensor) -> None:
+    def _synchronize(self, program: Program, table: Tensor) -> None:
         """Tell the peers that this rank has come, and wait for all of them."""
         # One thread per peer.
         threads = -(-program.ranks // WARP) * WARP
-        self.launch("fssdp_synchronize", ctypes.c_void_p(at.data_ptr()), blocks=1, threads=threads)
+        self.launch(
+            "fssdp_synchronize", ctypes.c_void_p(table.data_ptr()), blocks=1, threads=threads
+        )
 
-    def _upload(self, program: Program, at: Tensor) -> None:
-        """Copy ``program`` to ``at``, on the current stream."""
-        program.relocate(at.data_ptr())
+    def _upload(self, program: Program, table: Tensor) -> None:
+        """Copy ``program`` to ``table``, on the current stream."""
+        program.relocate(table.data_ptr())
         size = len(program.data)
         if self.on_gpu:
             # From pinned memory the copy is asynchronous.
             pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
             pinned.numpy()[:] = program.data
-            at[:size].copy_(pinned, non_blocking=True)
+            table[:size].copy_(pinned, non_blocking=True)
         else:
-            at.numpy()[:size] = program.data
+            table.numpy()[:size] = program.data
 
 
 def _blocks_on(device: torch.device) -> dict[str, int]:
@@ -116,8 +118,8 @@ def _blocks_on(device: torch.device) -> dict[str, int]:
         )
     major, _ = torch.cuda.get_device_capability(device)
     rate = LINK_RATES.get(major, max(LINK_RATES.values()))
-    whole = MULTIPROCESSORS.get(major, max(MULTIPROCESSORS.values()))
-    share = min(1.0, multiprocessors / whole)
+    num_multiprocessors = MULTIPROCESSORS.get(major, max(MULTIPROCESSORS.values()))
+    share = min(1.0, multiprocessors / num_multiprocessors)
     return {
         name: min(math.ceil(share * math.ceil(rate * ROUND_TRIP / size)), multiprocessors // 2)
         for name, size in UNDER_WAY.items()

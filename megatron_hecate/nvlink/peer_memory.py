@@ -77,7 +77,7 @@ def allocate_shared(
         names = gather_objects(name, group, what="mapping shared memory", label=LABEL)
         with _raise_on_all(group, what="mapping shared memory"):
             try:
-                maps = [_map(other, size) for other in names]
+                maps = [_map(peer_name, size) for peer_name in names]
             # Ranks in containers of their own may have the same host name, but share no files.
             except OSError as error:
                 raise OSError(
@@ -122,15 +122,15 @@ def allocate_symmetric(
     with _raise_on_all(group, what="allocating symmetric memory"):
         if problem := symmetric_problem(device):
             raise RuntimeError(f"{problem}; use p2p")
-        own = _empty_symmetric(size, device)
-        own[:COUNTERS].zero_()
+        memory = _empty_symmetric(size, device)
+        memory[:COUNTERS].zero_()
         # Peers may write the counters once they are mapped, so the zeros must be in memory before.
         torch.cuda.synchronize(device)
     with _raise_on_all(group, what="mapping symmetric memory"):
-        handle = _rendezvous(own, group)
+        handle = _rendezvous(memory, group)
     # Torch may place the tensor at an offset inside its allocation, the same on all ranks.
-    offset = own.data_ptr() - handle.buffer_ptrs[handle.rank]
-    return own, [base + offset for base in handle.buffer_ptrs], handle
+    offset = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
+    return memory, [base + offset for base in handle.buffer_ptrs], handle
 
 
 def _empty_symmetric(size: int, device: torch.device) -> Tensor:
@@ -152,13 +152,13 @@ def _empty_symmetric(size: int, device: torch.device) -> Tensor:
         ) from error
 
 
-def _rendezvous(own: Tensor, group: dist.ProcessGroup) -> Any:
+def _rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Any:
     """Map symmetric memory on all ranks; return torch's handle."""
     import torch.distributed._symmetric_memory as symmetric
 
     try:
         with _without_multicast():
-            handle = symmetric.rendezvous(own, group)
+            handle = symmetric.rendezvous(memory, group)
     except RuntimeError as error:
         raise RuntimeError(f"cannot map its peers' memory: {error}; use p2p") from error
     if handle is None:
@@ -174,12 +174,12 @@ def _without_multicast() -> Iterator[None]:
 
     We use no multicast, and the rendezvous fails where the switches have no multicast object left.
     """
-    before = os.environ.get(NO_MULTICAST)
+    old_value = os.environ.get(NO_MULTICAST)
     os.environ[NO_MULTICAST] = "1"
     try:
         yield
     finally:
-        if before is None:
+        if old_value is None:
             del os.environ[NO_MULTICAST]
         else:
-            os.environ[NO_MULTICAST] = before
+            os.environ[NO_MULTICAST] = old_value

@@ -68,10 +68,10 @@ class Peers:
         self.rank = ranks[group.rank()]
         on_gpu = device.type == "cuda"
         allocate = allocate_symmetric if on_gpu else allocate_shared
-        whole, bases, self._kept = allocate(group, COUNTERS + size, device=device)
+        memory, bases, self._kept = allocate(group, COUNTERS + size, device=device)
         self._bases = dict(zip(self.ranks, bases, strict=True))
-        self.buffers: Tensor = whole[COUNTERS:]
-        self._whole = whole
+        self.buffers: Tensor = memory[COUNTERS:]
+        self._whole = memory
         self.failure_record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
         self._failure = self.failure_record.numpy().view(FAILURE)
         self.signals = Signals(
@@ -119,13 +119,13 @@ class Peers:
             return
         counters = self._whole[: 4 * len(self.ranks)]
         beyond = np.full(len(self.ranks), (self._begun[-1][0] + BEYOND) % 2**32, np.uint32)
-        passed = torch.from_numpy(beyond.view(np.uint8))
+        raised = torch.from_numpy(beyond.view(np.uint8))
         if not counters.is_cuda:
-            counters.copy_(passed)
+            counters.copy_(raised)
             return
         # The waiting kernels occupy their stream, so the copy needs a stream of its own.
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            counters.copy_(passed.pin_memory(), non_blocking=True)
+            counters.copy_(raised.pin_memory(), non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
     def address(self, tensor: Tensor, rank: int) -> int:
@@ -184,16 +184,16 @@ class Peers:
         record = self.failure
         assert record is not None
         peer = self.ranks[int(record["peer"])]
-        seen = int(record["seen"].astype("<i4"))
-        known = f"rank {self.rank}: a transfer failed: expected rank {{peer}}"
+        seen_step = int(record["seen"].astype("<i4"))
+        reason = f"rank {self.rank}: a transfer failed: expected rank {{peer}}"
         # A copy, because the training thread may register a transfer meanwhile.
         for begin, text in tuple(self._begun):
             if begin % 2**32 == int(record["begin"]):
-                known = text
+                reason = text
         expected = int(record["expected"])
         return (
-            f"{known.format(peer=peer)}; it waited for step {expected}, {max(0, seen)} were seen. "
-            f"Rank {peer} died, hangs, or did not take part."
+            f"{reason.format(peer=peer)}; it waited for step {expected}, {max(0, seen_step)} were "
+            f"seen. Rank {peer} died, hangs, or did not take part."
         )
 
     def report(self, text: str) -> None:
@@ -232,14 +232,14 @@ class Peers:
             _detect_dma_connectivity,
         )
 
-        own = torch.cuda.current_device()
+        device = torch.cuda.current_device()
         count = torch.cuda.device_count()
         # A process that sees one GPU cannot query its links; the self-test then decides.
         if count > 1:
-            links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[own]
-            without = [other for other in range(count) if other != own and not links[other]]
-            if without:
-                return node, f"GPU {own} of {node} has no NVLink to GPUs {without}"
+            links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device]
+            unlinked = [peer for peer in range(count) if peer != device and not links[peer]]
+            if unlinked:
+                return node, f"GPU {device} of {node} has no NVLink to GPUs {unlinked}"
         return _fabric() or node, ""
 
 

@@ -173,21 +173,21 @@ class Program:
         assert schedule.num_steps <= MAX_STEPS and (not sums or itemsize == SUMMED), itemsize
         self._signals = signals
         self._itemsize = itemsize
-        found = list(map(extents, schedule.places))
+        places = list(map(extents, schedule.places))
         data = bytearray(signals.header)
-        begins = np.fromiter(itertools.accumulate(map(len, found), initial=0), np.int64)
-        numbers = itertools.chain.from_iterable(itertools.chain.from_iterable(found))
+        begins = np.fromiter(itertools.accumulate(map(len, places), initial=0), np.int64)
+        numbers = itertools.chain.from_iterable(itertools.chain.from_iterable(places))
         tensors = np.fromiter(numbers, np.int64).reshape(-1, 2)
         memory = MemoryTable(begins, tensors, signals.by_rank)
         how = Format(itemsize, sums, TILE, len(data))
-        made = assemble(schedule.rows, schedule.num_steps, memory, how)
-        if made.problem.kind != FINE:
-            raise ValueError(self._explain(made.problem, schedule, found))
+        assembled = assemble(schedule.rows, schedule.num_steps, memory, how)
+        if assembled.problem.kind != FINE:
+            raise ValueError(self._explain(assembled.problem, schedule, places))
         peers = sum(map(signals.bits.__getitem__, schedule.peers))
         struct.pack_into("<QQ", data, _PEERS, peers & (2**64 - 1), peers >> 64)
         struct.pack_into("<II", data, _NUM_STEPS, schedule.num_steps, begin % 2**32)
-        data[_STEPS : _STEPS + made.steps.nbytes] = made.steps.tobytes()
-        data += made.words.tobytes()
+        data[_STEPS : _STEPS + assembled.steps.nbytes] = assembled.steps.tobytes()
+        data += assembled.words.tobytes()
         self._at = 0  # address of the program
         self.ranks = len(signals.numbers)  # ranks of the domain
         self._hold(data)
@@ -199,23 +199,23 @@ class Program:
     def again(self, begin: int) -> Program:
         """Return a copy for another transfer, which begins at progress counters ``begin``."""
         # A copy of the bytes takes much less time than `__init__`, which resolves all places.
-        other = object.__new__(Program)
-        other.__dict__.update(self.__dict__)
-        other._hold(self._bytes[:])
-        struct.pack_into("<I", other._bytes, _BEGIN, begin % 2**32)
-        return other
+        program = object.__new__(Program)
+        program.__dict__.update(self.__dict__)
+        program._hold(self._bytes[:])
+        struct.pack_into("<I", program._bytes, _BEGIN, begin % 2**32)
+        return program
 
-    def relocate(self, at: int) -> None:
-        """Relocate the program to address ``at``, a multiple of `ALIGNMENT`."""
-        assert at % ALIGNMENT == 0
-        moved = at - self._at
+    def relocate(self, address: int) -> None:
+        """Relocate the program to address ``address``, a multiple of `ALIGNMENT`."""
+        assert address % ALIGNMENT == 0
+        distance = address - self._at
         steps = list(_ALL_STEPS.unpack_from(self._bytes, _STEPS))
         # The first two fields of a `STEP` are the addresses of its items and sources.
         for items in range(0, len(steps), len(steps) // MAX_STEPS):
-            steps[items] += moved
-            steps[items + 1] += moved
+            steps[items] += distance
+            steps[items + 1] += distance
         _ALL_STEPS.pack_into(self._bytes, _STEPS, *steps)
-        self._at = at
+        self._at = address
 
     def _explain(
         self, problem: Problem, schedule: TransferSchedule, memory: Sequence[Sequence[Extent]]

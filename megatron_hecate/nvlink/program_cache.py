@@ -34,23 +34,23 @@ class Programs:
     ) -> Program:
         """Create a program, or copy it from the cache. Args as `Program`."""
         key = (id(schedule), itemsize, sums)
-        _, made = self._kept.setdefault(key, (schedule, []))
+        _, programs = self._kept.setdefault(key, (schedule, []))
         self._kept.move_to_end(key)
         memory = list(map(extents, schedule.places))
-        for known, program in made:
-            if known == memory:
+        for places, program in programs:
+            if places == memory:
                 return program.again(begin)
-        found = dict(zip(schedule.places, memory, strict=True))
+        located = dict(zip(schedule.places, memory, strict=True))
         program = Program(
             schedule,
-            found.__getitem__,
+            located.__getitem__,
             signals=self._signals,
             itemsize=itemsize,
             sums=sums,
             begin=begin,
         )
-        made.append((memory, program))
-        del made[:-TURNS]
+        programs.append((memory, program))
+        del programs[:-TURNS]
         if len(self._kept) > PLANS:
             self._kept.popitem(last=False)
         return program.again(begin)

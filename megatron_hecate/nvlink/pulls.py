@@ -74,13 +74,13 @@ class RankPulls(NamedTuple):
 
 
 @compiled_if_possible
-def list_fetch_pulls(chunks: ChunkTable, parts: PartTable, own: int, elements: int) -> RankPulls:
-    """List the pulls of a spAG on rank ``own``.
+def list_fetch_pulls(chunks: ChunkTable, parts: PartTable, rank: int, elements: int) -> RankPulls:
+    """List the pulls of a spAG on rank ``rank``.
 
     Args:
         chunks: chunks of the domain.
         parts: see `TransferSchedule.of_fetch`.
-        own: this rank.
+        rank: this rank.
         elements: elements of a chunk.
     """
     rows = np.zeros((_most_rows(chunks, parts), COLUMNS), np.int64)
@@ -89,48 +89,48 @@ def list_fetch_pulls(chunks: ChunkTable, parts: PartTable, own: int, elements: i
     for chunk in range(len(chunks.keys)):
         home = chunks.keys[chunk, 0]
         index = chunks.keys[chunk, 1]
-        slot = _slot_of(chunks, chunk, own)
-        wanted = parts.rows[parts.begins[chunk] : parts.begins[chunk + 1]]
-        if home == own:
+        slot = _slot_of(chunks, chunk, rank)
+        wanted_rows = parts.rows[parts.begins[chunk] : parts.begins[chunk + 1]]
+        if home == rank:
             rows[count, END] = elements
-            _read(rows[count], own, PARAMETERS, index)
+            _read(rows[count], rank, PARAMETERS, index)
             _write(rows[count], PACK, SEND, index)
             count += 1
-        if len(wanted) == 0 and (slot < 0 or not chunks.is_exchanged[chunk]):
+        if len(wanted_rows) == 0 and (slot < 0 or not chunks.is_exchanged[chunk]):
             if slot >= 0:
                 rows[count, END] = elements
                 _read(rows[count], home, SEND, index)
                 _write(rows[count], FETCH, SLOT, slot)
                 count += 1
             continue
-        held = wanted
+        sources = wanted_rows
         is_from_here = _is_member(chunks, home)
         if is_from_here and chunks.begins[chunk] < chunks.begins[chunk + 1]:
-            held = _divide(chunks, chunk, SLOT, elements)
-            for into in wanted:
+            sources = _divide(chunks, chunk, SLOT, elements)
+            for target in wanted_rows:
                 # Other places, send buffers and slots, receive the complete chunk anyway.
-                if into[RANK] == own and into[FROM] == STRIPE:
-                    count = _fill_stripe(rows, count, exchange, into, held)
-        for part in held:
-            if is_from_here and home != own and part[RANK] == own:
+                if target[RANK] == rank and target[FROM] == STRIPE:
+                    count = _fill_stripe(rows, count, exchange, target, sources)
+        for part in sources:
+            if is_from_here and home != rank and part[RANK] == rank:
                 rows[count] = part
                 _write_part(rows[count], FETCH, part)
                 _read(rows[count], home, SEND, index)
                 count += 1
-            if slot >= 0 and part[RANK] != own:
+            if slot >= 0 and part[RANK] != rank:
                 rows[count] = part
                 _write(rows[count], exchange, SLOT, slot)
                 count += 1
     num_steps = exchange
     if chunks.is_exchanged.any() or chunks.in_parts.any():
         num_steps += 1
-    _set_distances(rows[:count], own, len(chunks.is_member))
-    return RankPulls(rows[:count], _find_peers(chunks, parts, own), num_steps)
+    _set_distances(rows[:count], rank, len(chunks.is_member))
+    return RankPulls(rows[:count], _find_peers(chunks, parts, rank), num_steps)
 
 
 @compiled_if_possible
-def list_return_pulls(chunks: ChunkTable, parts: PartTable, own: int, elements: int) -> RankPulls:
-    """List the pulls of a spRS on rank ``own``. Args as `list_fetch_pulls`."""
+def list_return_pulls(chunks: ChunkTable, parts: PartTable, rank: int, elements: int) -> RankPulls:
+    """List the pulls of a spRS on rank ``rank``. Args as `list_fetch_pulls`."""
     rows = np.zeros((_most_rows(chunks, parts), COLUMNS), np.int64)
     count = 0
     sums, num_steps = _return_steps(chunks)
@@ -140,7 +140,7 @@ def list_return_pulls(chunks: ChunkTable, parts: PartTable, own: int, elements: 
         is_exchanged = chunks.is_exchanged[chunk]
         has_copies = chunks.begins[chunk] < chunks.begins[chunk + 1]
         if not is_exchanged and not chunks.in_parts[chunk]:
-            if home == own:
+            if home == rank:
                 end = _read_gradients(rows, count, chunks, chunk)
                 for row in rows[count:end]:
                     row[END] = elements
@@ -148,26 +148,26 @@ def list_return_pulls(chunks: ChunkTable, parts: PartTable, own: int, elements: 
                     _write(row, sums, MAIN_GRAD, index)
                 count = end
             continue
-        held = parts.rows[parts.begins[chunk] : parts.begins[chunk + 1]]
+        sources = parts.rows[parts.begins[chunk] : parts.begins[chunk + 1]]
         if is_exchanged:
-            if home != own and _slot_of(chunks, chunk, own) < 0:
+            if home != rank and _slot_of(chunks, chunk, rank) < 0:
                 continue
-            held = _divide(chunks, chunk, PARTIAL, elements)
-        for part in held:
-            if has_copies and part[RANK] == own:
+            sources = _divide(chunks, chunk, PARTIAL, elements)
+        for part in sources:
+            if has_copies and part[RANK] == rank:
                 end = _read_gradients(rows, count, chunks, chunk)
                 for row in rows[count:end]:
                     row[BEGIN] = part[BEGIN]
                     row[END] = part[END]
                     _write_part(row, 0, part)
                 count = end
-            if home == own and (is_exchanged or not has_copies):
+            if home == rank and (is_exchanged or not has_copies):
                 rows[count] = part
                 rows[count, ADD] = 1
                 _write(rows[count], sums, MAIN_GRAD, index)
                 count += 1
-    _set_distances(rows[:count], own, len(chunks.is_member))
-    return RankPulls(rows[:count], _find_peers(chunks, parts, own), num_steps)
+    _set_distances(rows[:count], rank, len(chunks.is_member))
+    return RankPulls(rows[:count], _find_peers(chunks, parts, rank), num_steps)
 
 
 @compiled_if_possible
@@ -177,15 +177,15 @@ def _return_steps(chunks: ChunkTable) -> tuple[int, int]:
     An exchange comes before. All ranks must have the same steps, so the decision depends on the
     domain only.
     """
-    whole = 0
+    num_whole = 0
     begun = 0
     for chunk in range(len(chunks.keys)):
         if not chunks.in_parts[chunk]:
-            whole += 1
+            num_whole += 1
         elif chunks.begins[chunk] < chunks.begins[chunk + 1]:
             begun += 1
     sums = 1 if chunks.is_exchanged.any() or begun > 0 else 0
-    if whole > 0 or begun < len(chunks.keys) - whole:
+    if num_whole > 0 or begun < len(chunks.keys) - num_whole:
         return sums, sums + 1
     return sums, sums
 
@@ -213,21 +213,21 @@ def number_places(rows: np.ndarray) -> np.ndarray:
 @compiled_if_possible
 def _most_rows(chunks: ChunkTable, parts: PartTable) -> int:
     """Return an upper bound of the rows of a rank, which has one part of a chunk at most."""
-    most = 0
+    count = 0
     for chunk in range(len(chunks.keys)):
         copies = chunks.begins[chunk + 1] - chunks.begins[chunk]
         in_parts = parts.begins[chunk + 1] - parts.begins[chunk]
-        most += 2 + 3 * (copies + in_parts)
-    return most
+        count += 2 + 3 * (copies + in_parts)
+    return count
 
 
 @compiled_if_possible
 def _has_homes(chunks: ChunkTable) -> bool:
     """Return whether the home of a chunk is in the domain."""
-    found = False
+    has_home = False
     for home in chunks.keys[:, 0]:
-        found = found or _is_member(chunks, home)
-    return found
+        has_home = has_home or _is_member(chunks, home)
+    return has_home
 
 
 @compiled_if_possible
@@ -311,7 +311,7 @@ def _divide(chunks: ChunkTable, chunk: int, memory: int, elements: int) -> np.nd
 
 @compiled_if_possible
 def _fill_stripe(
-    rows: np.ndarray, count: int, step: int, into: np.ndarray, held: np.ndarray
+    rows: np.ndarray, count: int, step: int, target: np.ndarray, source_row: np.ndarray
 ) -> int:
     """List the pulls that fill a stripe buffer; return the new number of rows.
 
@@ -319,46 +319,46 @@ def _fill_stripe(
         rows: rows; appended to.
         count: number of rows.
         step: step of the pulls.
-        into: part that is wanted in the stripe buffer.
-        held: parts of the chunk.
+        target: part that is wanted in the stripe buffer.
+        source_row: parts of the chunk.
     """
-    for part in held:
-        begin = max(part[BEGIN], into[BEGIN])
-        end = min(part[END], into[END])
+    for part in source_row:
+        begin = max(part[BEGIN], target[BEGIN])
+        end = min(part[END], target[END])
         if begin < end:
             rows[count] = part
             rows[count, BEGIN] = begin
             rows[count, END] = end
-            _write_part(rows[count], step, into)
+            _write_part(rows[count], step, target)
             count += 1
     return count
 
 
 @compiled_if_possible
-def _set_distances(rows: np.ndarray, own: int, num_ranks: int) -> None:
-    """Set the distance of every pull in ``rows`` from rank ``own``."""
-    for at in range(len(rows)):
-        if rows[at, MORE]:
-            rows[at, DISTANCE] = rows[at - 1, DISTANCE]
+def _set_distances(rows: np.ndarray, rank: int, num_ranks: int) -> None:
+    """Set the distance of every pull in ``rows`` from rank ``rank``."""
+    for index in range(len(rows)):
+        if rows[index, MORE]:
+            rows[index, DISTANCE] = rows[index - 1, DISTANCE]
         else:
-            rows[at, DISTANCE] = (rows[at, RANK] - own) % num_ranks
+            rows[index, DISTANCE] = (rows[index, RANK] - rank) % num_ranks
 
 
 @compiled_if_possible
-def _find_peers(chunks: ChunkTable, parts: PartTable, own: int) -> np.ndarray:
-    """Return whether rank ``own`` reads from each rank, or is read by it, [ranks]."""
+def _find_peers(chunks: ChunkTable, parts: PartTable, own_rank: int) -> np.ndarray:
+    """Return whether rank ``own_rank`` reads from each rank, or is read by it, [ranks]."""
     is_peer = np.zeros(len(chunks.is_member), np.bool_)
     for chunk in range(len(chunks.keys)):
         home = chunks.keys[chunk, 0]
         takers = chunks.ranks[chunks.begins[chunk] : chunks.begins[chunk + 1]]
         carriers = parts.rows[parts.begins[chunk] : parts.begins[chunk + 1], RANK]
-        takes = own in takers or own in carriers
+        takes = own_rank in takers or own_rank in carriers
         if takes and _is_member(chunks, home):
             is_peer[home] = True
-        if home == own or (takes and (chunks.is_exchanged[chunk] or chunks.in_parts[chunk])):
+        if home == own_rank or (takes and (chunks.is_exchanged[chunk] or chunks.in_parts[chunk])):
             for rank in takers:
                 is_peer[rank] = True
             for rank in carriers:
                 is_peer[rank] = True
-    is_peer[own] = False
+    is_peer[own_rank] = False
     return is_peer

@@ -122,13 +122,13 @@ class TransferSchedule:
         begins = [0]
         for number, step in enumerate(steps):
             for pull in step:
-                for more, source in enumerate(pull.sources):
+                for index, source in enumerate(pull.sources):
                     row = [0] * pulls.COLUMNS
                     row[pulls.STEP] = number
                     row[pulls.BEGIN] = pull.begin
                     row[pulls.END] = pull.end
                     row[pulls.ADD] = pull.add
-                    row[pulls.MORE] = more > 0
+                    row[pulls.MORE] = index > 0
                     row[pulls.INTO : pulls.RANK] = _encode(pull.into)[1:]
                     row[pulls.RANK : pulls.INTO_NUMBER] = _encode(source)
                     rows.append(row)
@@ -141,14 +141,14 @@ class TransferSchedule:
         cls, listing: Listing, chunks: ChunkTable, rank: int, *, elements: int, parts: Parts
     ) -> TransferSchedule:
         """List the pulls of ``rank``, and sort those of each step."""
-        found = listing(chunks, _encode_parts(parts, chunks), rank, elements)
-        rows = found.rows
+        listed = listing(chunks, _encode_parts(parts, chunks), rank, elements)
+        rows = listed.rows
         # Every step begins with the rank after this one, so that not all ranks read from one home
         # at the same time.
         order = np.lexsort((rows[:, pulls.BEGIN], rows[:, pulls.DISTANCE], rows[:, pulls.STEP]))
         rows = rows[order]
-        begins = np.searchsorted(rows[:, pulls.STEP], np.arange(found.num_steps + 1))
-        peers = frozenset(np.flatnonzero(found.is_peer).tolist())
+        begins = np.searchsorted(rows[:, pulls.STEP], np.arange(listed.num_steps + 1))
+        peers = frozenset(np.flatnonzero(listed.is_peer).tolist())
         return cls._of_rows(rows, begins, rank, peers=peers)
 
     @classmethod

@@ -29,23 +29,23 @@ def self_test(
         Problems of all ranks, the same on all; False if a rank cannot continue, since a failed
         kernel destroys the CUDA context.
     """
-    found: list[str] = []
+    lines: list[str] = []
     is_usable = True
     for transport in transports:
-        with collect(found):
+        with collect(lines):
             _check_bytes(transport, device)
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)
         except RuntimeError as error:
             is_usable = False
-            found = found or [str(error)]
+            lines = lines or [str(error)]
 
     def sum_up(notes: list[Any]) -> Verdict:
         listed, usable = zip(*notes, strict=True)
         return Verdict([shorten(itertools.chain.from_iterable(listed)), all(usable)])
 
-    problems, usable = Question.next(timeout=timeout).ask([found, is_usable], sum_up).job
+    problems, usable = Question.next(timeout=timeout).ask([lines, is_usable], sum_up).job
     if usable:
         return problems, True
     way_out = "restart with --moe-fssdp-transport p2p: CUDA is unusable after this error"
@@ -92,9 +92,9 @@ def _check_bytes(transport: Transport, device: torch.device) -> None:
     memory = transport.allocate(layer.weight_bytes + layer.grad_bytes, [layer], device)
     weights = chunks_in(memory, layer.slots, ELEMENTS, layer.dtype)
     grads = chunks_in(memory[layer.weight_bytes :], layer.slots, ELEMENTS, layer.grad_dtype)
-    own = _whole_numbers(plan.rank, device)
-    transport.fetch(plan, [[own]], weights, label=LABEL).wait()
-    wrong = [
+    numbers = _whole_numbers(plan.rank, device)
+    transport.fetch(plan, [[numbers]], weights, label=LABEL).wait()
+    differing = [
         home
         for slot, home in plan.receives
         if not torch.equal(weights[slot], _whole_numbers(home, device))
@@ -105,9 +105,9 @@ def _check_bytes(transport: Transport, device: torch.device) -> None:
         grads[slot].copy_(_whole_numbers(home, device).float() * (slot + 1))
     total = _Total(ELEMENTS, device)
     transport.return_gradients(plan, grads, total, label=LABEL).wait()
-    is_sum_right = torch.equal(total.grad, own.float() * sum(range(1, layer.slots + 1)))
-    if wrong:
-        raise RuntimeError(f"rank {plan.rank} received wrong weights from ranks {wrong}")
+    is_sum_right = torch.equal(total.grad, numbers.float() * sum(range(1, layer.slots + 1)))
+    if differing:
+        raise RuntimeError(f"rank {plan.rank} received wrong weights from ranks {differing}")
     if not is_sum_right:
         raise RuntimeError(f"rank {plan.rank} received a wrong sum of its replicas' gradients")
 

@@ -142,13 +142,13 @@ class NVLink:
                 raise ValueError(f"{label}: parameters of own expert {index} are not contiguous")
         elements = sum(tensor.numel() for tensor in homes[0])
         dtype = homes[0][0].dtype
-        sent = chunks_in(self._sent, len(homes) if plan.copies else 0, elements, dtype)
+        send_chunks = chunks_in(self._sent, len(homes) if plan.copies else 0, elements, dtype)
         stripes = self._stripe_chunks(elements, dtype)
 
         def memory(place: Place) -> Sequence[Tensor]:
             if place.memory == "parameters":
                 return homes[place.index]
-            buffers = {"send": sent, "slot": slots, "stripe": stripes}
+            buffers = {"send": send_chunks, "slot": slots, "stripe": stripes}
             return (buffers[place.memory][place.index],)
 
         stages = self._stages(Stages.of_fetch, plan, elements=elements)
@@ -179,17 +179,17 @@ class NVLink:
             raise ValueError(
                 f"{label}: gradients of {slots[0].dtype} cannot be summed by our kernels; use p2p"
             )
-        into = {index: homes.main_grads(index) for index in plan.replicated}
+        targets = {index: homes.main_grads(index) for index in plan.replicated}
         # Sums of experts without main gradients, which `HomeGradients.add` takes at the end.
         totals = {
-            index: torch.zeros_like(slots[0]) for index, found in into.items() if found is None
+            index: torch.zeros_like(slots[0]) for index, grads in targets.items() if grads is None
         }
         elements = slots[0].numel()
         stripes = self._stripe_chunks(elements, torch.float32)
 
         def memory(place: Place) -> Sequence[Tensor]:
             if place.memory == "main_grad":
-                return into[place.index] or (totals[place.index],)
+                return targets[place.index] or (totals[place.index],)
             if place.memory == "stripe":
                 return (stripes[place.index],)
             return (slots[place.index],)
@@ -235,7 +235,9 @@ class NVLink:
     ) -> Transfer:
         """Start a transfer; on CPU ranks after the transfers started before."""
         device = self._memory_of_peers().device
-        transfer = Transfer(steps, device, what=what, label=label, watch=watch, after=self._ended)
+        transfer = Transfer(
+            steps, device, what=what, label=label, watch=watch, previous=self._ended
+        )
         if transfer.ended is not None:
             self._ended = transfer.ended
         return transfer
@@ -357,7 +359,7 @@ def buffer_bytes(layers: Sequence[LayerBuffer], domains: Sequence[int]) -> tuple
     """
     if not any(layer.slots for layer in layers):
         return 0, 0
-    sent = max(layer.homes * LayerBuffer.aligned(*layer.weights) for layer in layers)
+    send_bytes = max(layer.homes * LayerBuffer.aligned(*layer.weights) for layer in layers)
     stripes = 0
     for layer in layers:
         elements, dtype = layer.weights
@@ -366,4 +368,4 @@ def buffer_bytes(layers: Sequence[LayerBuffer], domains: Sequence[int]) -> tuple
         fetch_bytes = in_fetch * LayerBuffer.aligned(fetched, dtype)
         return_bytes = in_return * LayerBuffer.aligned(returned, layer.grad_dtype)
         stripes = max(stripes, fetch_bytes, return_bytes)
-    return sent, stripes
+    return send_bytes, stripes

@@ -102,9 +102,9 @@ class ExpertTimer:
         while self._pending and self._pending[0][3].query():
             layer, tokens, begun, ended = self._pending.popleft()
             self._add(layer, round(1e6 * begun.elapsed_time(ended)), tokens)
-        taken = self._sums.flatten()
+        sums = self._sums.flatten()
         self._sums[:] = 0
-        return taken
+        return sums
 
     def split(self, total: np.ndarray) -> dict[str, np.ndarray]:
         """Return a sum of results of `take` as arrays of `run_folder.RunRecord`.

@@ -36,7 +36,7 @@ class LayerRecorder:
         states: states of the stage's layers.
         meter: measured times of copies and of the compute that hides copies.
         folder: folder of the record, if the configuration asks for one.
-        chunk_of: model chunk of each layer.
+        chunk_by_layer: model chunk of each layer.
         collect: see `StageRecorder`.
         microbatches: returns the number of microbatches of the last iteration.
     """
@@ -47,7 +47,7 @@ class LayerRecorder:
         meter: OverlapMeter,
         *,
         folder: str | None,
-        chunk_of: Sequence[int],
+        chunk_by_layer: Sequence[int],
         collect: Callable[[], bool],
         microbatches: Callable[[], int],
     ) -> None:
@@ -90,7 +90,7 @@ class LayerRecorder:
         self._most = [state.parts.homes_only for state in states]
         # Placements without and with late replicas of the iteration whose loads are being summed.
         self._placed: list[tuple[Placement, Placement]] = []
-        info = _describe_stage(states, chunk_of)
+        info = _describe_stage(states, chunk_by_layer)
         recorded = None if config.record is None else folder
         self.stage = StageRecorder(info, recorded, group=first.rerouter.sources, collect=collect)
         self._metrics = StageMetrics(states, info, microbatches)
@@ -111,13 +111,13 @@ class LayerRecorder:
         """Length of the token counts in `measured`, (N * M + 1) * L."""
         return len(self._elsewhere) * self._computed.size + len(self._crossing)
 
-    def computed(self, layer: int, forward: ForwardPass, sent: Sequence[int] | None) -> None:
+    def computed(self, layer: int, forward: ForwardPass, sent_tokens: Sequence[int] | None) -> None:
         """Count the tokens of one forward.
 
         Args:
             layer: index of the layer.
             forward: the forward, with the number of rows of the experts' input.
-            sent: tokens that this rank sent to each rank, [N]; ``None`` if unknown.
+            sent_tokens: tokens that this rank sent to each rank, [N]; ``None`` if unknown.
         """
         microbatch = self._forwards[layer] % len(self._computed)
         self._computed[microbatch, layer] += forward.num_tokens
@@ -128,8 +128,8 @@ class LayerRecorder:
             and replicas.placement.num_replicas > self._most[layer].num_replicas
         ):
             self._most[layer] = replicas.placement
-        if self._crosses and sent is not None:
-            self._crossing[layer] += np.asarray(sent)[self._elsewhere].sum()
+        if self._crosses and sent_tokens is not None:
+            self._crossing[layer] += np.asarray(sent_tokens)[self._elsewhere].sum()
 
     def measured(self) -> np.ndarray:
         """Return this rank's token counts since the last call, and reset the counters.
@@ -142,8 +142,8 @@ class LayerRecorder:
             `ExpertTimer.take`, where experts are timed. int64; empty without measurements.
         """
         self._placed = [
-            self._placements(state, most)
-            for state, most in zip(self._states, self._most, strict=True)
+            self._placements(state, fullest)
+            for state, fullest in zip(self._states, self._most, strict=True)
         ]
         if not self.measures:
             return np.zeros(0, dtype=np.int64)
@@ -219,21 +219,21 @@ class LayerRecorder:
         if self.measures:
             arrays |= self._measured_arrays(load, measured[: self._num_counts], placed)
         if self.counts is not None and self.timer is not None:
-            timed, of_ranks = np.split(measured[self._num_counts :], [self.timer.length])
+            timed, rank_sums = np.split(measured[self._num_counts :], [self.timer.length])
             arrays |= self.timer.split(timed)
-            arrays["peak"] = self.counts.fullest(of_ranks)
+            arrays["peak"] = self.counts.fullest(rank_sums)
         return arrays
 
     @staticmethod
-    def _placements(state: LayerState, most: Placement) -> tuple[Placement, Placement]:
+    def _placements(state: LayerState, fullest: Placement) -> tuple[Placement, Placement]:
         """Return the placements of an iteration without and with late replicas.
 
         Args:
             state: state of the layer.
-            most: placement of the microbatch with most replicas.
+            fullest: placement of the microbatch with most replicas.
         """
-        if most.num_replicas > state.placement.num_replicas:
-            return most, most
+        if fullest.num_replicas > state.placement.num_replicas:
+            return fullest, fullest
         return state.planned, state.placement
 
     def _per_layer(self, number: float | None) -> np.ndarray:
@@ -305,12 +305,12 @@ def _pads_experts_input(model: Any) -> bool:
     return bool(aligns or budget or pads)
 
 
-def _describe_stage(states: Sequence[LayerState], chunk_of: Sequence[int]) -> RunInfo:
+def _describe_stage(states: Sequence[LayerState], chunk_by_layer: Sequence[int]) -> RunInfo:
     """Describe the run for the header of this stage.
 
     Args:
         states: states of the stage's layers.
-        chunk_of: model chunk of each layer.
+        chunk_by_layer: model chunk of each layer.
     """
     first = states[0]
     config = first.config
@@ -319,7 +319,7 @@ def _describe_stage(states: Sequence[LayerState], chunk_of: Sequence[int]) -> Ru
     buffers = tuple(state.parts.buffer(config.slots) for state in states)
     experts = RankExperts.with_adam(
         buffers,
-        in_flight=forwards_in_flight(model, chunk_of),
+        in_flight=forwards_in_flight(model, chunk_by_layer),
         transport_bytes=first.transport.extra_bytes(buffers) if config.slots else 0,
     )
     return describe_run(

@@ -32,32 +32,32 @@ def log_step(
         return
     board = global_vars.get_tensorboard_writer()
     wandb = global_vars.get_wandb_writer()
-    found = summarize(layers, values, per_layer=logs_each_layer())
-    log_scalars(found, iteration, board=board, wandb=wandb)
+    scalars = summarize(layers, values, per_layer=logs_each_layer())
+    log_scalars(scalars, iteration, board=board, wandb=wandb)
     # Once training has ended, Megatron does not flush the writer any more.
     if ended and board:
         board.flush()
 
 
-def log_scalars(found: Mapping[str, float], iteration: int, *, board: Any, wandb: Any) -> None:
+def log_scalars(scalars: Mapping[str, float], iteration: int, *, board: Any, wandb: Any) -> None:
     """Log numbers of a finished iteration.
 
     W&B drops values of a step before its current one. There the numbers are logged at W&B's current
     step, with their own iteration as x-axis of their charts.
 
     Args:
-        found: numbers by name.
+        scalars: numbers by name.
         iteration: number of the finished iteration.
         board: TensorBoard writer, or None.
         wandb: the module wandb, or None.
     """
     if board:
-        for name, value in found.items():
+        for name, value in scalars.items():
             board.add_scalar(name, value, iteration)
     # A script may have finished the run.
     if wandb and (run := wandb.run):
-        known = _drawn.setdefault(run, set())
-        for name in found.keys() - known:
+        drawn_names = _drawn.setdefault(run, set())
+        for name in scalars.keys() - drawn_names:
             run.define_metric(name, step_metric="fssdp/iteration")
-        known.update(found)
-        run.log({**found, "fssdp/iteration": iteration}, commit=False)
+        drawn_names.update(scalars)
+        run.log({**scalars, "fssdp/iteration": iteration}, commit=False)

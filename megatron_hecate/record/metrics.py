@@ -91,10 +91,10 @@ def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:
             monitor.collect()
             if monitor.history.last is not None:
                 load = monitor.history.last[state.index, : state.placement.num_experts]
-                of_layer = LayerMetrics.from_load(
+                measured = LayerMetrics.from_load(
                     state.name, load, planned=state.planned, placement=state.placement
                 )
-                metrics.append(of_layer)
+                metrics.append(measured)
     return metrics
 
 
@@ -155,25 +155,25 @@ def summarize(
         per_layer: also log each layer, numbered from 0 as by Megatron.
     """
     factor = values["overload_factor"]
-    found = {"moe/avg_overload_factor": factor.mean(), "moe/max_overload_factor": factor.max()}
+    scalars = {"moe/avg_overload_factor": factor.mean(), "moe/max_overload_factor": factor.max()}
     # One value per stage, repeated for its layers: neither a sum nor a layer's value has a meaning.
-    of_stages = {
+    stage_values = {
         "cum_overload_factor": "moe/max_cum_overload_factor",
         "slowest_rank": "fssdp/slowest_rank",
     }
-    for name, of_layers in values.items():
-        if name in of_stages:
-            known = of_layers[~np.isnan(of_layers)]
-            found[of_stages[name]] = known.max(initial=-np.inf) if len(known) else np.nan
+    for name, layer_values in values.items():
+        if name in stage_values:
+            numbers = layer_values[~np.isnan(layer_values)]
+            scalars[stage_values[name]] = numbers.max(initial=-np.inf) if len(numbers) else np.nan
             continue
         group = "moe" if name in ("overload_factor", "max_vio", "dead_experts") else "fssdp"
         if name != "overload_factor":
-            known = of_layers[~np.isnan(of_layers)]
-            if len(known):
+            numbers = layer_values[~np.isnan(layer_values)]
+            if len(numbers):
                 averaged = name in ("max_vio", "hidden_share")
-                found[f"{group}/{name}"] = known.mean() if averaged else known.sum()
+                scalars[f"{group}/{name}"] = numbers.mean() if averaged else numbers.sum()
         if per_layer:
-            for layer, value in zip(layers, of_layers, strict=True):
+            for layer, value in zip(layers, layer_values, strict=True):
                 kind, _, number = layer.rpartition(" ")
-                found[f"{group}/{name}_{kind}_{int(number) - 1}".replace(" ", "_")] = value
-    return {name: float(value) for name, value in found.items() if not np.isnan(value)}
+                scalars[f"{group}/{name}_{kind}_{int(number) - 1}".replace(" ", "_")] = value
+    return {name: float(value) for name, value in scalars.items() if not np.isnan(value)}

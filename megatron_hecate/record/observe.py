@@ -64,10 +64,12 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
     problems: list[str] = []
     speeds = read_speeds(config, problems)
     names = [name_of_layer(layer) for layer in layers]
-    if bare := [name for layer, name in zip(layers, names, strict=True) if layer.experts is None]:
+    if without_experts := [
+        name for layer, name in zip(layers, names, strict=True) if layer.experts is None
+    ]:
         problems.append(
-            f"{', '.join(bare)}: no experts to observe, because one kernel runs the layer; "
-            "set model.moe_megakernel_backend=null or leave observe off"
+            f"{', '.join(without_experts)}: no experts to observe, because one kernel runs the "
+            "layer; set model.moe_megakernel_backend=null or leave observe off"
         )
     note = Note(
         settings={**dataclasses.asdict(config), "speeds": ""}, layers=names, problems=problems

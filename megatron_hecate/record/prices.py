@@ -104,12 +104,12 @@ class PricedRecord:
     def most_copies(self) -> np.ndarray:
         """Replicas that one rank receives or sends, maximum over ranks, [T, L]."""
         replica = self.record.replica
-        sent = np.zeros_like(self.replicas)
+        sends = np.zeros_like(self.replicas)
         if replica is not None:
             iteration, layer, _ = np.nonzero(replica.reshape(*replica.shape[:2], -1) != EMPTY)
             sender = self.home[iteration, layer, replica[replica != EMPTY]]
-            np.add.at(sent, (iteration, layer, sender), 1)
-        return np.maximum(sent, self.replicas).max(axis=2)
+            np.add.at(sends, (iteration, layer, sender), 1)
+        return np.maximum(sends, self.replicas).max(axis=2)
 
     @cached_property
     def _both_ways_ms(self) -> np.ndarray:

@@ -111,7 +111,9 @@ class SpeedHistory:
             tokens: tokens computed in that time, [L, N].
             loads: tokens computed in the whole iteration, [L, N].
         """
-        self._rows.append((iteration, *(of.sum(axis=0) for of in (nanoseconds, tokens, loads))))
+        self._rows.append(
+            (iteration, *(values.sum(axis=0) for values in (nanoseconds, tokens, loads)))
+        )
 
     def speeds(self, last: int = KEPT) -> list[RankSpeed]:
         """Return the verdict about every rank; empty without measurements. Any thread may call.
@@ -166,25 +168,25 @@ def rank_speeds(
         return []
     load = _over_mean(loads[loads.any(axis=1)][-WINDOW:].astype(np.float64))
     # A few tokens take hardly longer than none, so their time says little about the pace.
-    enough = tokens > SCARCE * tokens.mean(axis=1, keepdims=True)
-    measured = enough & (seconds > 0)
+    is_busy = tokens > SCARCE * tokens.mean(axis=1, keepdims=True)
+    measured = is_busy & (seconds > 0)
     # A single measured rank has none to be compared with.
     compared = measured.sum(axis=1) > 1
     pace = _paces(np.where(measured, seconds, np.nan)[compared], tokens[compared])
     numbers = np.asarray(iterations)[compared]
     verdicts: list[RankSpeed] = []
     for rank in range(ranks):
-        known = ~np.isnan(pace[:, rank])
-        of_rank = pace[known, rank]
-        is_slow = _exceeds(of_rank[-WINDOW:])
+        is_measured = ~np.isnan(pace[:, rank])
+        rank_pace = pace[is_measured, rank]
+        is_slow = _exceeds(rank_pace[-WINDOW:])
         verdicts.append(
             RankSpeed(
                 rank=rank,
-                pace=_median(of_rank[-WINDOW:]),
+                pace=_median(rank_pace[-WINDOW:]),
                 load=_median(load[:, rank]),
                 is_slow=is_slow,
                 is_hot=_exceeds(load[:, rank]),
-                since=_beginning(of_rank, numbers[known]) if is_slow else None,
+                since=_beginning(rank_pace, numbers[is_measured]) if is_slow else None,
             )
         )
     return verdicts
@@ -206,8 +208,8 @@ def _paces(seconds: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     paces = seconds / (_overhead_in_tokens(seconds, tokens) + tokens)
     relative = np.empty_like(paces)
     for rank in range(paces.shape[1]):
-        others = np.delete(paces, rank, axis=1)
-        relative[:, rank] = paces[:, rank] / _nanmedian(others, axis=1)
+        other_paces = np.delete(paces, rank, axis=1)
+        relative[:, rank] = paces[:, rank] / _nanmedian(other_paces, axis=1)
     return relative
 
 
@@ -228,9 +230,9 @@ def _overhead_in_tokens(seconds: np.ndarray, tokens: np.ndarray) -> float:
     def spread(overhead: float) -> float:
         paces = recent_seconds - np.log(overhead + recent_tokens)
         paces = paces - _nanmedian(paces, axis=1)[:, None]
-        of_ranks = _nanmedian(paces, axis=0)
-        rest = np.nanmean(np.abs(paces - of_ranks))
-        return float(rest + EQUALITY * np.nanmean(np.abs(of_ranks)))
+        medians = _nanmedian(paces, axis=0)
+        deviation = np.nanmean(np.abs(paces - medians))
+        return float(deviation + EQUALITY * np.nanmean(np.abs(medians)))
 
     return min(candidates.tolist(), key=spread)
 

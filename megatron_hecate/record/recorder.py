@@ -130,19 +130,19 @@ class JobMetrics(BackgroundThread):
         """Return whether an iteration is logged."""
         if iteration in (0, math.inf):
             return True
-        every = self.interval or training_globals.log_interval()
-        return bool(every) and iteration % every == 0
+        interval = self.interval or training_globals.log_interval()
+        return bool(interval) and iteration % interval == 0
 
     def run(self) -> None:
         # True once this rank has sent its last message; on the logging rank, once all ranks have.
-        over = False
-        while not over and not self._is_abandoned:
+        is_over = False
+        while not is_over and not self._is_abandoned:
             self.stopping.wait(PAUSE)
             try:
                 while self._taken:
-                    over = self._send(*self._taken.popleft()) and not self._logs
+                    is_over = self._send(*self._taken.popleft()) and not self._logs
                 if self._logs:
-                    over = self._log_complete()
+                    is_over = self._log_complete()
             # The store and the job end together.
             except dist.DistError:
                 return
@@ -158,7 +158,7 @@ class JobMetrics(BackgroundThread):
 
     def _send(self, iteration: float, values: Callable[[], Values]) -> bool:
         """Send one message; return True if it is the last one."""
-        metrics = {name: of_layers.tolist() for name, of_layers in values().items()}
+        metrics = {name: layer_values.tolist() for name, layer_values in values().items()}
         self._store.set(
             f"{self._prefix}/{self._rank}/{self._sent}",
             json.dumps((iteration, self._layers, metrics)),
@@ -245,8 +245,8 @@ class StageRecorder:
         weakref.finalize(self, self._metrics.put, math.inf, dict)
         # Expert-tensor-parallel ranks compute the same tokens: the first one names them.
         ranks = dist.get_process_group_ranks(group)
-        each = len(ranks) // info.ranks
-        self._speeds = SpeedHistory([f"rank {rank}" for rank in ranks[::each]])
+        ranks_each = len(ranks) // info.ranks
+        self._speeds = SpeedHistory([f"rank {rank}" for rank in ranks[::ranks_each]])
         # The watchdog adds slow ranks to its line.
         here.remark = self._speeds.describe
         # Number of the running iteration, from Megatron's loop or else counted here.

@@ -203,26 +203,26 @@ def _join_stages(
     for info in infos:
         layers += info.layers
     # With interleaved schedules the model's chunks alternate between stages.
-    order = sorted(range(len(layers)), key=lambda at: place_in_model(layers[at]))
+    order = sorted(range(len(layers)), key=lambda index: place_in_model(layers[index]))
     experts = max(info.num_experts for info in infos)
     for stage in stages:
-        missing = experts - stage["load"].shape[2]
+        num_missing = experts - stage["load"].shape[2]
         for name in stage.keys() & {"load", "home"}:
-            stage[name] = np.pad(stage[name], ((0, 0), (0, 0), (0, missing)))
-    joined: Arrays = {}
+            stage[name] = np.pad(stage[name], ((0, 0), (0, 0), (0, num_missing)))
+    arrays: Arrays = {}
     for name in SEGMENT.keys() - {"iteration", "every", "time"}:
         if all(name in stage for stage in stages):
             array = np.concatenate([stage[name] for stage in stages], axis=1)[:, order]
             # Files hold the smallest dtypes.
-            joined[name] = array if array.dtype.kind == "f" else array.astype(np.int64)
+            arrays[name] = array if array.dtype.kind == "f" else array.astype(np.int64)
     info = dataclasses.replace(
         infos[0],
-        layers=tuple(layers[at] for at in order),
+        layers=tuple(layers[place] for place in order),
         num_experts=experts,
     )
     # An iteration ends when its last stage does.
     time = np.max([stage["time"] for stage in stages], axis=0)
-    return RunRecord(info=info, iteration=common, time=time, **joined)
+    return RunRecord(info=info, iteration=common, time=time, **arrays)
 
 
 def _select(stage: Arrays, iterations: np.ndarray) -> Arrays:
@@ -253,14 +253,16 @@ def in_order(segments: Sequence[Arrays]) -> Arrays:
     earlier segments. Only arrays that all segments have are kept.
     """
     # From the newest segment back: each one ends before the first iteration of its successors.
-    kept: list[Arrays] = []
-    before = np.iinfo(np.int64).max
+    results: list[Arrays] = []
+    last = np.iinfo(np.int64).max
     for segment in reversed(segments):
-        kept.append({name: array[segment["iteration"] < before] for name, array in segment.items()})
-        before = segment["iteration"].min(initial=before)
-    kept.reverse()
+        results.append(
+            {name: array[segment["iteration"] < last] for name, array in segment.items()}
+        )
+        last = segment["iteration"].min(initial=last)
+    results.reverse()
     names = [name for name in segments[0] if all(name in segment for segment in segments)]
-    return {name: np.concatenate([segment[name] for segment in kept]) for name in names}
+    return {name: np.concatenate([segment[name] for segment in results]) for name in names}
 
 
 def load_segment(path: Path, info: RunInfo) -> Arrays:
@@ -314,9 +316,11 @@ def read_infos(folder: Path) -> dict[Path, RunInfo]:
     infos: dict[Path, RunInfo] = {}
     for path in headers.values():
         info = read_info(path)
-        for other, before in infos.items():
-            if not info.is_beside(before):
-                raise ValueError(f"{path} does not describe a further stage of the run of {other}")
+        for first_path, first_info in infos.items():
+            if not info.is_beside(first_info):
+                raise ValueError(
+                    f"{path} does not describe a further stage of the run of {first_path}"
+                )
         infos[path] = info
     return infos
 

@@ -43,15 +43,15 @@ class _Rule(NamedTuple):
     allows: Callable[[Any], bool]
 
 
-def _integer(least: int, most: int = MOST) -> _Rule:
-    text = f"an integer from {least} to {most}"
+def _integer(lower: int, upper: int = MOST) -> _Rule:
+    text = f"an integer from {lower} to {upper}"
     # `bool` is a kind of `int`.
-    return _Rule(text, lambda value: type(value) is int and least <= value <= most)
+    return _Rule(text, lambda value: type(value) is int and lower <= value <= upper)
 
 
-def _number(least: float, most: float = 1e18) -> _Rule:
-    text = f"a number from {least:g} to {most:g}"
-    return _Rule(text, lambda value: type(value) in (int, float) and least <= value <= most)
+def _number(lower: float, upper: float = 1e18) -> _Rule:
+    text = f"a number from {lower:g} to {upper:g}"
+    return _Rule(text, lambda value: type(value) in (int, float) and lower <= value <= upper)
 
 
 def _one_of(*values: Any) -> _Rule:
@@ -59,11 +59,11 @@ def _one_of(*values: Any) -> _Rule:
     return _Rule(text, lambda value: any(type(value) is type(v) and value == v for v in values))
 
 
-def _list_of(rule: _Rule, least: int) -> _Rule:
+def _list_of(rule: _Rule, min_length: int) -> _Rule:
     def allows(value: Any) -> bool:
-        return isinstance(value, list) and len(value) >= least and all(map(rule.allows, value))
+        return isinstance(value, list) and len(value) >= min_length and all(map(rule.allows, value))
 
-    return _Rule(f"a list of {least} or more, each {rule.text}", allows)
+    return _Rule(f"a list of {min_length} or more, each {rule.text}", allows)
 
 
 _TEXT = _Rule(
@@ -168,8 +168,8 @@ def _check(value: Any, rule: _Rule | Mapping[str, Any], name: str) -> None:
     # Sizes, speeds or memory may be unknown, all of them.
     if not value and name != "the header":
         return
-    if missing := [key for key in rule if not key.startswith("[") and key not in value]:
-        raise ValueError(f"{name} has no {', '.join(missing)}")
+    if missing_keys := [key for key in rule if not key.startswith("[") and key not in value]:
+        raise ValueError(f"{name} has no {', '.join(missing_keys)}")
     for key, inner in value.items():
         if key not in rules:
             raise ValueError(f"{name} has an unknown name {reprlib.repr(key)}")
@@ -235,11 +235,11 @@ def parse_arrays(data: bytes, *, most: int | None = None) -> Arrays:
         if size > most:
             raise ValueError(f"the arrays have {size:,} bytes, more than {most:,}")
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-            found = dict(arrays)
-        for name, array in found.items():
+            parsed = dict(arrays)
+        for name, array in parsed.items():
             if not isinstance(array, np.ndarray):
                 raise ValueError(f"array {name} is none of numpy's")
-        return found
+        return parsed
     # zipfile, zlib, numpy and numpy's header parser raise exceptions of their own.
     except Exception as error:
         raise ValueError(f"no .npz: {describe(error)}") from error
@@ -259,8 +259,8 @@ def check_segment(arrays: Arrays, info: RunInfo) -> None:
     # Earlier versions did not list the arrays.
     listed = arrays["arrays"].tobytes() if "arrays" in arrays else b""
     names += listed.decode("ascii", "replace").replace("\0", " ").split()
-    if missing := {*names} - arrays.keys():
-        raise ValueError(f"it has no array {', '.join(sorted(missing))}")
+    if missing_names := {*names} - arrays.keys():
+        raise ValueError(f"it has no array {', '.join(sorted(missing_names))}")
     if info.mode == "observe" and "replica" in arrays:
         raise ValueError("it has an array replica, but the header has mode observe")
     if ("timed_ns" in arrays) != ("timed_tokens" in arrays):
@@ -271,9 +271,9 @@ def check_segment(arrays: Arrays, info: RunInfo) -> None:
     limits["late"] = info.ranks * info.slots
     for name, rule in SEGMENT.items():
         if name in arrays:
-            most = limits.get(name, rule.most)
+            limit = limits.get(name, rule.most)
             shape = tuple(sizes[letter] for letter in rule.shape)
-            _check_array(name, arrays[name], rule._replace(most=most), shape)
+            _check_array(name, arrays[name], rule._replace(most=limit), shape)
     iteration = arrays["iteration"].astype(np.int64)
     if (np.diff(iteration) <= 0).any():
         raise ValueError("array iteration is not ascending")

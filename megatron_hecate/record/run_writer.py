@@ -137,17 +137,17 @@ class RunWriter:
         """
         info = self._info
         infos = read_infos(self._folder)
-        for path, held in infos.items():
+        for path, run in infos.items():
             # Other stages have other layers of the same run.
-            same_run = held.is_beside(info)
+            same_run = run.is_beside(info)
             if path == self._header:
-                same_run = held.form == info.form
+                same_run = run.form == info.form
             if not same_run:
                 raise ValueError(
                     f"{self._folder} holds another run, started "
-                    f"{held.started or 'at an unknown time'} (mode {held.mode}, "
-                    f"{len(held.layers)} layers, {held.num_experts} experts, {held.ranks} ranks, "
-                    f"{held.slots} slots, top {held.top_k}); name another folder, or move that one"
+                    f"{run.started or 'at an unknown time'} (mode {run.mode}, "
+                    f"{len(run.layers)} layers, {run.num_experts} experts, {run.ranks} ranks, "
+                    f"{run.slots} slots, top {run.top_k}); name another folder, or move that one"
                 )
         return infos.get(self._header) or next(iter(infos.values()), None)
 
@@ -164,12 +164,14 @@ class RunWriter:
             self._held = self._refuse_another_run()
             for number, path in segments_of(self._folder, self._stage).items():
                 arrays = load_segment(path, self._info)
-                every = int(arrays.get("every", np.ones(1)).max(initial=1))
-                self._finished[number] = _Segment(path.stat().st_size, every, arrays["iteration"])
+                interval = int(arrays.get("every", np.ones(1)).max(initial=1))
+                self._finished[number] = _Segment(
+                    path.stat().st_size, interval, arrays["iteration"]
+                )
             self._next = max(self._finished, default=-1) + 1
             # A process that was killed may have left some.
-            for left in self._folder.glob(f".*-{self._stage:03d}[-.]*.tmp"):
-                left.unlink(missing_ok=True)
+            for leftover in self._folder.glob(f".*-{self._stage:03d}[-.]*.tmp"):
+                leftover.unlink(missing_ok=True)
             # The header of another record stays until this one has an iteration.
             if not self._finished:
                 self._write_header(self._info)
@@ -250,7 +252,11 @@ class RunWriter:
         rows_in_bound = max(1, min(SEGMENT_BYTES, self._bound // 16) // row_bytes)
         full = min(SEGMENT_ITERATIONS, rows_in_bound)
         iterations = [iteration for iteration, _ in self._rows[: full + 1]]
-        rollbacks = [at for at in range(1, len(iterations)) if iterations[at] <= iterations[at - 1]]
+        rollbacks = [
+            index
+            for index in range(1, len(iterations))
+            if iterations[index] <= iterations[index - 1]
+        ]
         length = min([full, len(iterations), *rollbacks])
         return length, length == full or bool(rollbacks)
 
@@ -336,19 +342,19 @@ class RunWriter:
                 f"{first} to {last} of before are replaced"
             )
 
-    def _move_aside(self, held: RunInfo, first: int, last: int) -> None:
+    def _move_aside(self, info: RunInfo, first: int, last: int) -> None:
         """Move all stages of an earlier record to a folder of its own."""
-        earlier = files.earlier_folder(self._folder, held.run)
+        folder = files.earlier_folder(self._folder, info.run)
         for path in list_headers(self._folder):
             with contextlib.suppress(FileNotFoundError):
-                if read_info(path).run == held.run:
+                if read_info(path).run == info.run:
                     stage = int(path.stem.removeprefix("run-"))
-                    for moved in (*segments_of(self._folder, stage).values(), path):
-                        files.move(moved, earlier)
+                    for file in (*segments_of(self._folder, stage).values(), path):
+                        files.move(file, folder)
         self._finished.clear()
         _say(
             f"this run begins at iteration {first}: the record of iterations up to {last} that "
-            f"{self._folder} held is in {earlier} now"
+            f"{self._folder} held is in {folder} now"
         )
 
     def _thin(self) -> None:
@@ -360,16 +366,16 @@ class RunWriter:
         while sum(segment.size for segment in self._finished.values()) > self._bound:
             older = {number: segment.every for number, segment in list(self._finished.items())[:-1]}
             count = Counter(older.values())
-            every = min(count, key=lambda every: (-count[every], every), default=0)
-            pair = [number for number in older if older[number] == every][:2]
+            interval = min(count, key=lambda interval: (-count[interval], interval), default=0)
+            pair = [number for number in older if older[number] == interval][:2]
             if len(pair) < 2:
                 return
             first, second = pair
             paths = segments_of(self._folder, self._stage)
             arrays = in_order([load_segment(paths[number], self._info) for number in pair])
-            kept = arrays["iteration"] % (2 * every) == 0
-            merged = {name: array[kept] for name, array in arrays.items() if name != "every"}
-            self._write(second, merged, every=2 * every)
+            is_kept = arrays["iteration"] % (2 * interval) == 0
+            merged = {name: array[is_kept] for name, array in arrays.items() if name != "every"}
+            self._write(second, merged, every=2 * interval)
             del self._finished[first]
             paths[first].unlink()
 

@@ -26,8 +26,8 @@ class StageLock:
 
     def __init__(self, path: Path) -> None:
         self._owner = f"{socket.gethostname()} {os.getpid()} {time.time()}"
-        if (before := _locked.pop(path.absolute(), None)) is not None:
-            before.close()
+        if (old_lock := _locked.pop(path.absolute(), None)) is not None:
+            old_lock.close()
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         self._file = os.fdopen(os.open(path, flags, OPEN_TO_UMASK), "r+b", buffering=0)
         try:

@@ -81,9 +81,11 @@ class StageMetrics:
             values["crossing_tokens"] = arrays["crossing"]
         copying = prices.copying_ms[0]
         # Modelled copies are left out: the share is logged as measured.
-        known = ~np.isnan(arrays["copy"]) & (copying > 0)
-        no_share = np.full(len(known), np.nan)
-        values["hidden_share"] = np.divide(prices.hidden_ms[0], copying, out=no_share, where=known)
+        is_measured = ~np.isnan(arrays["copy"]) & (copying > 0)
+        no_share = np.full(len(is_measured), np.nan)
+        values["hidden_share"] = np.divide(
+            prices.hidden_ms[0], copying, out=no_share, where=is_measured
+        )
         return values
 
     def _loads_at_home(self, load: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
@@ -101,9 +103,9 @@ class StageMetrics:
         for state, layer_load in zip(self._states, load, strict=True):
             homes = state.parts.homes_only.home
             # Rows of layers with fewer experts are padded.
-            own = layer_load[: len(homes)]
-            own_loads.append(own)
-            routed.append(np.bincount(homes, own, self._states[0].world.num_ranks))
+            loads = layer_load[: len(homes)]
+            own_loads.append(loads)
+            routed.append(np.bincount(homes, loads, self._states[0].world.num_ranks))
         return own_loads, np.stack(routed)
 
     def _prices(self, arrays: Mapping[str, Any]) -> PricedRecord:

@@ -99,8 +99,8 @@ class RankExperts:
         input_width = getattr(config, "moe_latent_size", None) or config.hidden_size
         ffn_width = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
         width = input_width + (1 + gated + activation_tensors) * ffn_width
-        kept = 0 if is_recomputed else self.in_flight / len(self.layers)
-        return {**memory, "token": width * self.layers[0].dtype.itemsize, "kept": kept}
+        share_in_flight = 0 if is_recomputed else self.in_flight / len(self.layers)
+        return {**memory, "token": width * self.layers[0].dtype.itemsize, "kept": share_in_flight}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,8 +209,8 @@ class RankMemory:
         """
         if gpu:
             # torch's allocator has reserved this memory for the process.
-            unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-            return torch.cuda.mem_get_info()[0] + unused
+            cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            return torch.cuda.mem_get_info()[0] + cached
         meminfo = Path("/proc/meminfo")
         if meminfo.exists():
             lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -226,14 +226,14 @@ class JobMemory:
 
     ranks: Mapping[int, RankMemory]
 
-    def choose_lifetime(self, asked: str) -> str:
-        """Choose the lifetime of all ranks: ``asked``; for ``auto`` the fastest expected to fit.
+    def choose_lifetime(self, requested: str) -> str:
+        """Choose the lifetime of all ranks: ``requested``; for ``auto`` the fastest that should fit.
 
         If no lifetime is expected to fit on all ranks, the one with the least memory is chosen;
         `explain_too_large` reports whether even this one is certain to be too large.
         """
-        if asked != AUTO:
-            return asked
+        if requested != AUTO:
+            return requested
         memories = self.ranks.values()
         for candidate in LIFETIMES:
             if all(m.by_lifetime[candidate].expected <= m.free for m in memories):
@@ -248,20 +248,22 @@ class JobMemory:
         """
         if not slots or self._fits(lifetime):
             return None
-        worst = max(
+        fullest_rank = max(
             self.ranks,
             key=lambda r: self.ranks[r].by_lifetime[lifetime].certain - self.ranks[r].free,
         )
-        memory = self.ranks[worst]
-        asked = memory.by_lifetime[lifetime]
-        free = max(0, memory.free - asked.certain + asked.replicas)
-        ways = self._ways_out(lifetime, slots, memory)
-        if not ways:
-            ways = ["no other lifetime and no other slots fit: spread the experts over more ranks"]
+        memory = self.ranks[fullest_rank]
+        requested = memory.by_lifetime[lifetime]
+        free = max(0, memory.free - requested.certain + requested.replicas)
+        alternatives = self._ways_out(lifetime, slots, memory)
+        if not alternatives:
+            alternatives = [
+                "no other lifetime and no other slots fit: spread the experts over more ranks"
+            ]
         return (
-            f"slots={slots} with lifetime={lifetime!r} needs {_size(asked.replicas)} for replicas "
-            f"on rank {worst}, {_size(free)} are free after its homes' gradients; "
-            f"{', or '.join(ways)}"
+            f"slots={slots} with lifetime={lifetime!r} needs {_size(requested.replicas)} for "
+            f"replicas on rank {fullest_rank}, {_size(free)} are free after its homes' gradients; "
+            f"{', or '.join(alternatives)}"
         )
 
     def _fits(self, lifetime: str, share: float = 1.0) -> bool:
@@ -269,22 +271,22 @@ class JobMemory:
 
     def _ways_out(self, lifetime: str, slots: int, memory: RankMemory) -> list[str]:
         """List settings that fit: other lifetimes, fewer slots, or else both."""
-        others = [other for other in LIFETIMES if other != lifetime]
-        ways = []
-        for other in others:
-            if self._fits(other):
-                needed = _size(memory.by_lifetime[other].replicas)
-                ways.append(f"lifetime={other!r} needs {needed}")
+        candidates = [candidate for candidate in LIFETIMES if candidate != lifetime]
+        alternatives = []
+        for candidate in candidates:
+            if self._fits(candidate):
+                size = _size(memory.by_lifetime[candidate].replicas)
+                alternatives.append(f"lifetime={candidate!r} needs {size}")
         fewer = range(slots - 1, 0, -1)
         for count in fewer:
             if self._fits(lifetime, count / slots):
-                ways.append(f"use slots={count}")
+                alternatives.append(f"use slots={count}")
                 break
-        if ways:
-            return ways
-        for count, other in itertools.product(fewer, others):
-            if self._fits(other, count / slots):
-                return [f"use slots={count} with lifetime={other!r}"]
+        if alternatives:
+            return alternatives
+        for count, candidate in itertools.product(fewer, candidates):
+            if self._fits(candidate, count / slots):
+                return [f"use slots={count} with lifetime={candidate!r}"]
         return []
 
     def describe(self, lifetime: str) -> str:
@@ -304,30 +306,30 @@ class JobMemory:
 
 
 def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) -> str:
-    used = memory.by_lifetime[lifetime]
+    current = memory.by_lifetime[lifetime]
     lines = [
-        f"expert memory of rank {format_ranks(ranks)}: homes {_size(used.homes)} ({ASSUMED}: "
-        f"weights {_size(used.weights)}, gradients {_size(used.grads)}, "
-        f"optimizer {_size(used.optimizer)}); {_size(memory.free)} free now",
+        f"expert memory of rank {format_ranks(ranks)}: homes {_size(current.homes)} ({ASSUMED}: "
+        f"weights {_size(current.weights)}, gradients {_size(current.grads)}, "
+        f"optimizer {_size(current.optimizer)}); {_size(memory.free)} free now",
         f"  {'lifetime':<12}{'replicas, weights':>17}{'gradients':>12}"
         f"{'transport':>12}{'with homes':>12}",
     ]
-    for name in sorted(LIFETIMES, key=lambda other: other != lifetime):
+    for name in sorted(LIFETIMES, key=lambda name: name != lifetime):
         m = memory.by_lifetime[name]
         sizes = ((m.replica_weights, 17), (m.replica_grads, 12), (m.transport, 12), (m.total, 12))
         cells = "".join(f"{_size(size):>{width}}" for size, width in sizes)
         lines.append(f"{'>' if name == lifetime else ' '} {name:<12}{cells} (+{m.added:.1%})")
-    if used.connected:
+    if current.connected:
         lines.append(
-            f"  transport: {_size(used.connected)} of it are NCCL's connections, which are "
+            f"  transport: {_size(current.connected)} of it are NCCL's connections, which are "
             "allocated now"
         )
-    released = used.replicas - used.connected
+    released = current.replicas - current.connected
     lines.append(f"  megatron_hecate.release(model) frees {_size(released)} between two steps")
-    if used.expected > memory.free:
+    if current.expected > memory.free:
         lines.append(
-            f"  {_size(used.expected)} of this are not allocated yet, more than is free: the rank "
-            "may run out of memory"
+            f"  {_size(current.expected)} of this are not allocated yet, more than is free: the "
+            "rank may run out of memory"
         )
     return "\n".join(lines)
 

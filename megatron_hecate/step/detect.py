@@ -30,15 +30,17 @@ class Detector:
     Args:
         clock: clock of the model.
         returns: gradients of the model's replicas.
-        chunk_of: index of each layer's model chunk.
+        chunk_by_layer: index of each layer's model chunk.
     """
 
-    def __init__(self, clock: Clock, returns: GradientReturns, chunk_of: Sequence[int]) -> None:
+    def __init__(
+        self, clock: Clock, returns: GradientReturns, chunk_by_layer: Sequence[int]
+    ) -> None:
         self._clock = clock
         self._returns = returns
-        self._chunk_of = chunk_of
+        self._chunk_by_layer = chunk_by_layer
         # For each chunk, the schedule's call that ran its last forward.
-        self._calls: list[int | None] = [None] * (max(chunk_of) + 1)
+        self._calls: list[int | None] = [None] * (max(chunk_by_layer) + 1)
         # Each optimizer that has stepped, by its id, with the last iteration that had begun.
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         listen_to_steps(self)
@@ -60,7 +62,7 @@ class Detector:
             self._clock.weights_changed(chunk)
         self._calls[chunk] = call
         has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
-        if has_ddp or self._clock.is_told or self._stepped or chunk != self._chunk_of[0]:
+        if has_ddp or self._clock.is_told or self._stepped or chunk != self._chunk_by_layer[0]:
             return call is not None
         # Without DDP and with an optimizer that is not torch's, nothing else ends an iteration.
         if self._clock.all_are_in and not self._returns.awaits_backward(self._clock.forwards):
@@ -84,7 +86,7 @@ class Detector:
                 "between calls, or write all of them on all ranks, or call "
                 "megatron_hecate.weights_changed(model) on all ranks after the writes"
             )
-        self._clock.weights_changed(self._chunk_of[state.index])
+        self._clock.weights_changed(self._chunk_by_layer[state.index])
 
     def gradients_wanted(self, chunk: int) -> None:
         """Return waiting gradients of ``chunk`` to their homes, before DDP reduces gradients."""

@@ -45,7 +45,7 @@ class LayerPlanner:
 
     Args:
         states: states of all layers, in the order of the forward.
-        chunk_of: index of each layer's model chunk.
+        chunk_by_layer: index of each layer's model chunk.
         clock: clock of the model.
         routes: loads that are known before the forward.
         meter: measured times on which the ranks have agreed.
@@ -54,7 +54,7 @@ class LayerPlanner:
     def __init__(
         self,
         states: Sequence[LayerState],
-        chunk_of: Sequence[int],
+        chunk_by_layer: Sequence[int],
         *,
         clock: Clock,
         routes: RoutesForecast,
@@ -66,12 +66,12 @@ class LayerPlanner:
         # Number of hooks registered in this process when no logger had any.
         self._unlogged_until = -1
         self._states = states
-        self._chunk_of = chunk_of
+        self._chunk_by_layer = chunk_by_layer
         self._clock = clock
         self._routes = routes
         self._meter = meter
         # Index of each chunk's first layer.
-        self._first_layers = {chunk_of.index(chunk) for chunk in chunk_of}
+        self._first_layers = {chunk_by_layer.index(chunk) for chunk in chunk_by_layer}
 
     def begin_iteration(self) -> None:
         """Decide whether the iteration has replicas at all.
@@ -100,7 +100,7 @@ class LayerPlanner:
         num_planned = 1 if is_alone else PLANNED_TOGETHER
         for state in self._states[index : index + num_planned]:
             if (
-                self._chunk_of[state.index] == self._chunk_of[index]
+                self._chunk_by_layer[state.index] == self._chunk_by_layer[index]
                 and state.current.number != iteration
             ):
                 with trace.span("plan", state.name):

@@ -56,21 +56,21 @@ class Prefetcher(Uncopied, StepEvents):
 
     Args:
         states: states of all layers, in the order of the forward.
-        chunk_of: index of each layer's model chunk.
+        chunk_by_layer: index of each layer's model chunk.
         routes: loads that are known before the forward.
     """
 
     def __init__(
-        self, states: Sequence[LayerState], chunk_of: Sequence[int], routes: RoutesForecast
+        self, states: Sequence[LayerState], chunk_by_layer: Sequence[int], routes: RoutesForecast
     ) -> None:
         self.states = states
-        self.chunk_of = chunk_of
+        self.chunk_by_layer = chunk_by_layer
         # Stored, because lookups of submodules are slow.
         self._experts: list[Module] = [state.parts.layer.experts for state in states]
         # States of each chunk's layers, and for each layer the states of the next layers in the
         # chunk that are prefetched with it.
-        self._states_of: list[list[LayerState]] = [[] for _ in range(max(chunk_of) + 1)]
-        for state, chunk in zip(states, chunk_of, strict=True):
+        self._states_of: list[list[LayerState]] = [[] for _ in range(max(chunk_by_layer) + 1)]
+        for state, chunk in zip(states, chunk_by_layer, strict=True):
             self._states_of[chunk].append(state)
         self._ahead: list[Sequence[LayerState]] = []
         for chunk_states in self._states_of:
@@ -91,20 +91,20 @@ class Prefetcher(Uncopied, StepEvents):
             meter=self.meter,
             count_frozen=self._trained.count_frozen,
         )
-        self.returns = GradientReturns(states, chunk_of)
+        self.returns = GradientReturns(states, chunk_by_layer)
         self.clock = Clock(
             [state.parts.passes for state in states],
-            num_chunks=max(chunk_of) + 1,
+            num_chunks=max(chunk_by_layer) + 1,
             read_number=running_iteration,
         )
-        self.detector = Detector(self.clock, self.returns, chunk_of)
+        self.detector = Detector(self.clock, self.returns, chunk_by_layer)
         # Where homes may move.
         self.rehoming: Rehoming | None = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
         self.buffers = ModelBuffers(states)
         self._planner = LayerPlanner(
-            states, chunk_of, clock=self.clock, routes=self.routes, meter=self.meter
+            states, chunk_by_layer, clock=self.clock, routes=self.routes, meter=self.meter
         )
         self.late = LateReplicas(self._fetch)
         self._has_fetched = False
@@ -117,9 +117,9 @@ class Prefetcher(Uncopied, StepEvents):
         # A recomputed forward, or a schedule's call of one layer, ends without `end_chunk`.
         self._break_off()
         training = chunk.training and self.gradients and torch._C._current_graph_task_id() == -1
-        if not training or chunk_index not in self.chunk_of:
+        if not training or chunk_index not in self.chunk_by_layer:
             return
-        first = self.chunk_of.index(chunk_index)
+        first = self.chunk_by_layer.index(chunk_index)
         self._enter_chunk(chunk_index)
         experts = self._experts[first]
         if not gathers_params(experts):
@@ -149,8 +149,10 @@ class Prefetcher(Uncopied, StepEvents):
             state.fetch_again()
         elif purpose is Forward.MICROBATCH:
             # If no forward of the chunk runs, the schedule calls its layers one by one.
-            if self.gradients is None and index == self.chunk_of.index(self.chunk_of[index]):
-                self._enter_chunk(self.chunk_of[index])
+            if self.gradients is None and index == self.chunk_by_layer.index(
+                self.chunk_by_layer[index]
+            ):
+                self._enter_chunk(self.chunk_by_layer[index])
             if self.clock.enter(index):
                 self.meter.attention(index, state.parts.experts.home(0)[0].device)
             self._prepare_from(index)
@@ -172,7 +174,7 @@ class Prefetcher(Uncopied, StepEvents):
             if torch.is_grad_enabled():
                 # A forward in `eval()` with gradients: its backward returns no gradients of
                 # replicas, and may be the last one before DDP reduces gradients.
-                self.returns.complete(self.chunk_of[index])
+                self.returns.complete(self.chunk_by_layer[index])
         elif purpose is Forward.RECOMPUTED:
             if not self._was_seen(state):
                 raise NotImplementedError(
@@ -251,7 +253,7 @@ class Prefetcher(Uncopied, StepEvents):
         return state.current.fetched_epoch == self._epoch(state)
 
     def _epoch(self, state: LayerState) -> int:
-        return self.clock.epochs[self.chunk_of[state.index]]
+        return self.clock.epochs[self.chunk_by_layer[state.index]]
 
     def _prepare(self, state: LayerState, *, is_alone: bool = False) -> None:
         """Begin to fetch the replicas of the layer's next microbatch.
@@ -321,7 +323,7 @@ class Prefetcher(Uncopied, StepEvents):
         """Fetch dropped replicas again, and prefetch the previous layer's (lifetime ``layer``)."""
         replicas.start()
         previous = replicas.slots.index - 1
-        if previous >= 0 and self.chunk_of[previous] == self.chunk_of[previous + 1]:
+        if previous >= 0 and self.chunk_by_layer[previous] == self.chunk_by_layer[previous + 1]:
             self.states[previous].fetch_again()
 
     def iteration_begins(self, iteration: int) -> None:

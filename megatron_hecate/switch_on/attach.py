@@ -40,24 +40,24 @@ class Model:
     Args:
         chunks: model chunks of this rank.
         layers: all MoE layers of the chunks, in the order of the forward.
-        chunk_of: index of each layer's chunk.
+        chunk_by_layer: index of each layer's chunk.
     """
 
     chunks: Chunks
     layers: list[MoELayer]
-    chunk_of: list[int]
+    chunk_by_layer: list[int]
 
     @classmethod
     def find(cls, chunks: Chunks) -> Model:
         """Find all MoE layers of ``chunks``."""
         layers: list[MoELayer] = []
-        chunk_of: list[int] = []
+        chunk_by_layer: list[int] = []
         for index, chunk in enumerate(chunks):
             for module in chunk.modules():
                 if isinstance(module, MoELayer):
                     layers.append(module)
-                    chunk_of.append(index)
-        return cls(chunks, layers, chunk_of)
+                    chunk_by_layer.append(index)
+        return cls(chunks, layers, chunk_by_layer)
 
     def find_conflicts(self) -> list[str]:
         """List conflicts of the model, as it is now, with replicas.
@@ -88,7 +88,7 @@ def attach(
         homes_group: group in which experts change homes; ``None`` without rehoming.
         folder: folder of the record, if there is one.
     """
-    prefetcher = Prefetcher(states, model.chunk_of, KnownRoutes(states, model.chunk_of))
+    prefetcher = Prefetcher(states, model.chunk_by_layer, KnownRoutes(states, model.chunk_by_layer))
     clock = prefetcher.clock
     if homes_group is not None:
         prefetcher.rehoming = _rehoming(states, homes_group, prefetcher)
@@ -96,11 +96,11 @@ def attach(
         states,
         prefetcher.meter,
         folder=folder,
-        chunk_of=model.chunk_of,
+        chunk_by_layer=model.chunk_by_layer,
         collect=prefetcher.monitor.collect_ready,
         microbatches=lambda: clock.microbatches or 1,
     )
-    block_of = _blocks_by_layer(model.chunks)
+    blocks = _blocks_by_layer(model.chunks)
     with contextlib.ExitStack() as undo:
         config = states[0].config
         prefetcher.returns.data_parallel = DataParallel(
@@ -111,7 +111,7 @@ def attach(
         clock.listeners = [JobTimeout(), prefetcher.returns.data_parallel, prefetcher, *rehoming]
         for layer, state in zip(model.layers, states, strict=True):
             _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
-            if (block := block_of.get(id(layer))) is not None:
+            if (block := blocks.get(id(layer))) is not None:
                 _attach_block(undo, block, layer)
             if state.always_physical:
                 _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
@@ -200,12 +200,12 @@ def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) 
 
 def _blocks_by_layer(chunks: Chunks) -> dict[int, Module]:
     """Map the id of each transformer layer's ``mlp`` to the transformer layer."""
-    block_of: dict[int, Module] = {}
+    blocks: dict[int, Module] = {}
     for chunk in chunks:
         for module in chunk.modules():
             if _is_block(module):
-                block_of[id(module.mlp)] = module
-    return block_of
+                blocks[id(module.mlp)] = module
+    return blocks
 
 
 def _is_block(module: Module) -> bool:

@@ -63,7 +63,7 @@ def connect(
     name = job["name"]
     why = job["why"]
     problems += job["against"]
-    machines = [(other.node, other.shared_memory) for other in sites]
+    machines = [(peer.node, peer.shared_memory) for peer in sites]
     if not job["go on"]:
         return Connection(name, why, {}, {}, machines)
     nccl: NcclSettings | None = None
@@ -221,16 +221,16 @@ def _choose_transport(sites: Sequence[_Site]) -> Verdict:
 
     Ranks of a group need the layout, their nodes and NVLink domains, to create its transport.
     """
-    ready = not any(site.has_problems or site.asked != sites[0].asked for site in sites)
+    is_ready = not any(site.has_problems or site.asked != sites[0].asked for site in sites)
     groups = sorted(
         tuple(group) for group in itertools.chain.from_iterable(site.first_of for site in sites)
     )
     domains = {group: _domains_of(group, sites) for group in groups}
     name, why, against = _choose(sites, list(domains.values()))
     # A rank with problems, or with other settings, may have built no layers.
-    if ready:
+    if is_ready:
         against += _check_groups(groups, sites)
-    go_on = ready and not against
+    go_on = is_ready and not against
     job = {
         "name": name,
         "why": why,
@@ -345,23 +345,25 @@ def _make_transports(
         can_time: see `P2P`.
     """
     make = functools.partial(new_group, timeout=timeout)
-    made: dict[Group, Transport] = {}
+    transports: dict[Group, Transport] = {}
     for group, part in parts.items():
         everyone = make(group, part["made"], description="fssdp transfers", nccl=nccl)
         if name != NVLink.name:
-            made[group] = P2P(everyone, timeout=timeout, can_time=can_time)
+            transports[group] = P2P(everyone, timeout=timeout, can_time=can_time)
             continue
         domain_of_rank = part["domains"]
         domains: list[list[int]] = [[] for _ in range(max(domain_of_rank) + 1)]
         for number_in_group, domain in enumerate(domain_of_rank):
             domains[domain].append(number_in_group)
-        own = everyone
+        group_of_domain = everyone
         if len(domains) > 1:
             ranks = [group[i] for i in domains[domain_of_rank[everyone.rank()]]]
             # Only kernels run inside a domain, so its pairs need no connections of NCCL.
             own_nccl = nccl
             if nccl is not None:
                 own_nccl = dataclasses.replace(nccl, pairs=False)
-            own = make(ranks, part["made"] + 1, description="fssdp domain", nccl=own_nccl)
-        made[group] = NVLink(everyone, own, domains=domains, timeout=timeout)
-    return made
+            group_of_domain = make(
+                ranks, part["made"] + 1, description="fssdp domain", nccl=own_nccl
+            )
+        transports[group] = NVLink(everyone, group_of_domain, domains=domains, timeout=timeout)
+    return transports

@@ -47,16 +47,16 @@ class Connection:
         """
         if self.name != NVLink.name or device.on_gpus():
             return []
-        needed: Counter[str] = Counter()
+        num_bytes: Counter[str] = Counter()
         free: dict[str, int] = {}
         for rank, size in replica_bytes.items():
-            node, here = self.machines[rank]
-            needed[node] += size + COUNTERS
-            free[node] = min(free.get(node, here), here)
+            node, free_bytes = self.machines[rank]
+            num_bytes[node] += size + COUNTERS
+            free[node] = min(free.get(node, free_bytes), free_bytes)
         return [
-            f"transport={self.name!r} needs {needed[node]} bytes of shared memory on {node}, "
+            f"transport={self.name!r} needs {num_bytes[node]} bytes of shared memory on {node}, "
             f"{free[node]} are free in {SHARED}; make it larger, or use p2p, fewer slots or a "
             "shorter lifetime"
-            for node in sorted(needed)
-            if needed[node] > free[node]
+            for node in sorted(num_bytes)
+            if num_bytes[node] > free[node]
         ]

@@ -64,14 +64,14 @@ class _Hook:
     def __call__(self, model: Any, **_: Any) -> Any:
         """Convert ``model``; keyword arguments are those of mbridge's callbacks."""
         chunks: Chunks | None = _chunks_of(model)
-        earlier = marks(chunks)
-        if not earlier:
+        marked = marks(chunks)
+        if not marked:
             chunks = self.pending.complete(chunks)
         if chunks is None:
             return model
         if not self.config.observe:
             _convert(Model.find(chunks), self.config)
-        elif True not in earlier:
+        elif True not in marked:
             observe(chunks, self.config)
         mark(chunks, observing=self.config.observe)
         REQUEST.is_answered = True
@@ -142,18 +142,18 @@ def _chunks_of(model: Any) -> Chunks:
         isinstance(chunk, Module) for chunk in model
     ):
         return list(model)
-    shown = f"a {type(model).__name__}"
+    text = f"a {type(model).__name__}"
     if isinstance(model, list | tuple) and model:
-        shown += f" of {', '.join(sorted({type(part).__name__ for part in model}))}"
-    raise TypeError(f"the hook takes a list of model chunks, or a model, got {shown}")
+        text += f" of {', '.join(sorted({type(part).__name__ for part in model}))}"
+    raise TypeError(f"the hook takes a list of model chunks, or a model, got {text}")
 
 
 def _check_same_settings(running: HecateConfig, requested: HecateConfig) -> None:
     """Refuse a second run of the hook with other settings."""
-    chosen = {
+    resolved = {
         name: getattr(running, name)
         for name in ("lifetime", "transport")
         if getattr(requested, name) == AUTO
     }
-    if running != dataclasses.replace(requested, **chosen):
+    if running != dataclasses.replace(requested, **resolved):
         refuse([f"this model runs FSSDP already, with {running}; asked for {requested}"])

@@ -24,16 +24,16 @@ _OURS = {
 
 def import_after_megatron() -> None:
     """Import each of our modules right after its package, or now if that has been imported."""
-    for package, ours in _OURS.items():
+    for package, module in _OURS.items():
         if package in sys.modules:
-            _import_ours(ours)
+            _import_ours(module)
         else:
-            sys.meta_path.insert(0, _After(package, ours))
+            sys.meta_path.insert(0, _After(package, module))
 
 
-def _import_ours(ours: str) -> None:
+def _import_ours(name: str) -> None:
     """Import one of our modules, which wraps functions of Megatron or has a function that does."""
-    module = importlib.import_module(ours)
+    module = importlib.import_module(name)
     if hasattr(module, "install"):
         module.install()
 
@@ -43,12 +43,12 @@ class _After(importlib.abc.MetaPathFinder):
 
     Args:
         package: name of the package.
-        ours: name of our module.
+        module: name of our module.
     """
 
-    def __init__(self, package: str, ours: str) -> None:
+    def __init__(self, package: str, module: str) -> None:
         self._package = package
-        self._ours = ours
+        self._ours = module
 
     def find_spec(
         self, name: str, path: Any = None, target: Any = None

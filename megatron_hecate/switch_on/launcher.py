@@ -174,8 +174,8 @@ def main(argv: list[str]) -> int:
     is_module = target_words[0].startswith("-m")
     if is_module:
         # the module may be joined to -m
-        joined = target_words[0][2:]
-        target_words = [joined, *target_words[1:]] if joined else target_words[1:]
+        text = target_words[0][2:]
+        target_words = [text, *target_words[1:]] if text else target_words[1:]
     name, *arguments = target_words or [""]
     try:
         target = _find_target(name, is_module=is_module)
@@ -239,10 +239,12 @@ def _parse(
     parser: argparse.ArgumentParser, words: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return the flags among ``words``, by argparse's names and without defaults; other words."""
-    missing = object()
-    empty = argparse.Namespace(**dict.fromkeys(HecateConfig().as_arguments(), missing))
-    namespace, rest = parser.parse_known_args(words, empty)
-    return {name: value for name, value in vars(namespace).items() if value is not missing}, rest
+    unset = object()
+    empty = argparse.Namespace(**dict.fromkeys(HecateConfig().as_arguments(), unset))
+    namespace, words_left = parser.parse_known_args(words, empty)
+    return {
+        name: value for name, value in vars(namespace).items() if value is not unset
+    }, words_left
 
 
 def flags_among(arguments: Sequence[str]) -> dict[str, Any]:
@@ -254,10 +256,10 @@ def flags_among(arguments: Sequence[str]) -> dict[str, Any]:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     HecateConfig.add_arguments(parser)
     try:
-        flags, rest = _parse(parser, arguments)
+        flags, words = _parse(parser, arguments)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    for flag in (word.partition("=")[0] for word in rest if word.startswith("--")):
+    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
         if flag.lower().replace("_", "-").replace("--no-", "--").startswith(FLAG):
             raise ValueError(f"{flag} does not exist; megatron-hecate run --help lists the flags")
     return flags

@@ -195,7 +195,7 @@ def _estimate_memory(
     transport = connection.transports.get(parts[0].ranks)
     experts = memory_estimate.RankExperts.with_adam(
         layers,
-        in_flight=training_state.forwards_in_flight(layer_config, model.chunk_of),
+        in_flight=training_state.forwards_in_flight(layer_config, model.chunk_by_layer),
         transport_bytes=transport.extra_bytes(layers) if transport and config.slots else 0,
         nccl_bytes=connection.nccl_bytes,
     )
@@ -228,7 +228,7 @@ def validate_job(
     memory = job_memory(notes)
     lifetime = memory.choose_lifetime(config.lifetime)
     replica_bytes = {
-        rank: needed.by_lifetime[lifetime].replicas for rank, needed in memory.ranks.items()
+        rank: estimate.by_lifetime[lifetime].replicas for rank, estimate in memory.ranks.items()
     }
     too_large = memory.explain_too_large(lifetime, slots=config.slots)
     problems = connection.shared_memory_problems(replica_bytes)

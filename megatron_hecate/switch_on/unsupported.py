@@ -36,10 +36,10 @@ def _moves_scaled(setting: str) -> Callable[[SettingSources], bool]:
     return lambda settings: (settings["moe_fssdp_rehome"] or 0) > 0 and scaled(settings)
 
 
-def _replaces_experts(setting: str, *, most: int = 0) -> Callable[[SettingSources], bool]:
-    """Make a predicate: Primus' ``setting`` is above ``most``, and its kernels are not off."""
+def _replaces_experts(setting: str, *, limit: int = 0) -> Callable[[SettingSources], bool]:
+    """Make a predicate: Primus' ``setting`` is above ``limit``, and its kernels are not off."""
     return lambda settings: (
-        (settings[setting] or 0) > most and settings["enable_primus_turbo"] is not False
+        (settings[setting] or 0) > limit and settings["enable_primus_turbo"] is not False
     )
 
 
@@ -48,13 +48,13 @@ def _recipe(value: Any, default: str = "delayed") -> str:
     return str(getattr(value, "value", value) or default)
 
 
-def _unknown(setting: str, known: tuple[str, ...]) -> Callable[[SettingSources], bool]:
-    """Make a predicate: ``setting`` has a value other than ``known``. Defaults are always known."""
+def _unknown(setting: str, supported: tuple[str, ...]) -> Callable[[SettingSources], bool]:
+    """Make a predicate: ``setting`` has a value that is neither ``supported`` nor its default."""
 
     def unsupported(settings: SettingSources) -> bool:
         value = settings[setting]
         name = str(getattr(value, "value", value)).removeprefix("torch.")
-        return is_set(value) and name not in known
+        return is_set(value) and name not in supported
 
     return unsupported
 
@@ -356,7 +356,7 @@ JOB = (
         "turbo_sync_free_moe_stage",
         _PRIMUS,
         instead=1,
-        unsupported=_replaces_experts("turbo_sync_free_moe_stage", most=1),
+        unsupported=_replaces_experts("turbo_sync_free_moe_stage", limit=1),
         way="set turbo_sync_free_moe_stage=1 or enable_primus_turbo=false",
     ),
     Rule(

@@ -75,13 +75,13 @@ def compare(flags: argparse.Namespace, run: Run) -> Comparison:
     transports = (flags.transport or "nvlink,p2p").split(",")
     if flags.transport is None and run.info.transport in ("nvlink", "p2p"):
         transports = [run.info.transport]
-    asked = [
+    setups = [
         Setup(transport=transport, slots=count, lifetime=lifetime)
         for transport, count, lifetime in itertools.product(
             transports, sorted(slots), flags.lifetime.split(",")
         )
     ]
-    by_name = {outcome.name: outcome for outcome in map(replay.predict, asked)}
+    by_name = {outcome.name: outcome for outcome in map(replay.predict, setups)}
     outcomes = [*replay.references(), *by_name.values()]
     advice = recommend(
         outcomes,
@@ -89,7 +89,7 @@ def compare(flags: argparse.Namespace, run: Run) -> Comparison:
         error=ERROR if settings.step_ms is None else 0.0,
         measured_speeds=settings.measured,
     )
-    notes = (*settings.notes, *note, *_doubts(replay, run, len(by_name) < len(asked)))
+    notes = (*settings.notes, *note, *_doubts(replay, run, len(by_name) < len(setups)))
     return Comparison(replay=replay, outcomes=outcomes, advice=advice, notes=notes)
 
 

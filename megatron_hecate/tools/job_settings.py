@@ -77,13 +77,13 @@ class JobSettings:
         """
         notes: list[str] = []
 
-        def choose(given: Any, recorded: Any, what: str, close: float = 0.0) -> Any:
+        def choose(flag: Any, recorded: Any, what: str, close: float = 0.0) -> Any:
             """Return the flag, else the record's value; note a contradiction."""
-            if given is None:
+            if flag is None:
                 return recorded
-            if recorded is not None and abs(given - recorded) > close * abs(recorded):
-                notes.append(f"the record has {what.format(recorded)}, not {given:,.0f}")
-            return given
+            if recorded is not None and abs(flag - recorded) > close * abs(recorded):
+                notes.append(f"the record has {what.format(recorded)}, not {flag:,.0f}")
+            return flag
 
         model, model_name = _model(flags, run)
         cluster, cluster_name = _cluster(flags, run)
@@ -196,7 +196,10 @@ def _has_work_of(run: Run, layout: tuple[int, ...], tokens: int) -> bool:
         tokens: tokens of a rank per microbatch.
     """
     recorded = (run.info.ranks, run.pp, run.vpp, run.microbatches, len(run.info.layers))
-    if any(there not in (here, None) for here, there in zip(layout, recorded, strict=True)):
+    if any(
+        recorded_size not in (size, None)
+        for size, recorded_size in zip(layout, recorded, strict=True)
+    ):
         return False
     # a record without sizes knows neither its microbatches nor their tokens
     return run.tokens is None or abs(tokens - run.tokens) <= CLOSE * tokens
@@ -259,8 +262,8 @@ def _layout(
         if run.ranks is None:
             raise ValueError(f"--ranks N is needed: {flags.trace} holds no ranks of the job")
         ranks = run.ranks // run.pp * pp
-    per_stage, rest = divmod(ranks, pp)
-    if rest or pp * vpp > model.layers:
+    per_stage, remainder = divmod(ranks, pp)
+    if remainder or pp * vpp > model.layers:
         chunks = f" with --vpp {vpp}" if vpp > 1 else ""
         raise ValueError(
             f"--ranks {ranks} must divide among --pp {pp} stages, "
@@ -270,18 +273,18 @@ def _layout(
         raise ValueError(
             f"--vpp needs --pp above 1 that divides --microbatches, got {pp}, {microbatches}"
         )
-    fits = [n for n in range(1, per_stage + 1) if per_stage % n == 0 and model.experts % n == 0]
+    divisors = [n for n in range(1, per_stage + 1) if per_stage % n == 0 and model.experts % n == 0]
     ep = flags.ep
     if ep is None:
-        ep = run.info.ranks if run.stages and run.info.ranks in fits else fits[-1]
+        ep = run.info.ranks if run.stages and run.info.ranks in divisors else divisors[-1]
         if ep == 1 < per_stage and not (run.stages and run.info.ranks == 1):
             raise ValueError(
                 f"--ranks {ranks}: no expert-parallel size above 1 divides {per_stage} ranks of a "
                 f"stage and {model.experts} experts; take other --ranks, or --ep 1"
             )
-    if ep not in fits:
+    if ep not in divisors:
         raise ValueError(
             f"--ep {ep} must divide {per_stage} ranks of a stage and {model.experts} experts: "
-            f"take one of {fits}"
+            f"take one of {divisors}"
         )
     return ranks, ep

@@ -222,10 +222,10 @@ def _post(ring: Sequence[int], device: torch.device, size: int) -> Callable[[], 
     """
     index = ring.index(dist.get_rank())
     out = torch.ones(size, dtype=torch.uint8, device=device)
-    into = torch.empty_like(out)
-    ahead, behind = ring[(index + 1) % len(ring)], ring[index - 1]
+    received = torch.empty_like(out)
+    next_rank, last_rank = ring[(index + 1) % len(ring)], ring[index - 1]
     return lambda: dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, out, ahead), dist.P2POp(dist.irecv, into, behind)]
+        [dist.P2POp(dist.isend, out, next_rank), dist.P2POp(dist.irecv, received, last_rank)]
     )
 
 
@@ -328,13 +328,13 @@ def _routing(world: World, device: torch.device) -> float:
     rank = dist.get_rank()
     homes = Placement.initial(2 * num_ranks, num_ranks, num_slots=1)
     placement = homes.with_replicas((2 * r, (r + 1) % num_ranks) for r in range(num_ranks))
-    own = torch.randint(0, 1000, (2 * num_ranks,), dtype=torch.int32, device=device)
+    tokens = torch.randint(0, 1000, (2 * num_ranks,), dtype=torch.int32, device=device)
     tables = QuotaTables(GroupShape.of(world, placement), device, Kernels(device))
     tables.place(placement)
 
     def route() -> None:
         loads = gather_rows(
-            own, dist.group.WORLD, what="gathering loads", label="measure", timeout=TIMEOUT
+            tokens, dist.group.WORLD, what="gathering loads", label="measure", timeout=TIMEOUT
         )
         tables.parts_and_exchange(loads, rank)
 

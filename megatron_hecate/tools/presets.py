@@ -61,8 +61,8 @@ class Model:
         values = {}
         for change in changes:
             field, _, value = change.partition("=")
-            known = field in fields and value.isdecimal()
-            if not known or (int(value) == 0 and field not in may_be_zero):
+            is_known = field in fields and value.isdecimal()
+            if not is_known or (int(value) == 0 and field not in may_be_zero):
                 raise ValueError(
                     f"{change!r} in model {text!r} must be FIELD=NUMBER, "
                     f"with a field of {', '.join(fields)}"
@@ -163,10 +163,10 @@ class Cluster:
         if name in CLUSTERS:
             return CLUSTERS[name]
         if not Path(name).is_file():
-            known = ", ".join(CLUSTERS)
+            is_known = ", ".join(CLUSTERS)
             raise ValueError(
                 f"no cluster and no file is named {name!r}; "
-                f"there are {known}, and files from megatron-hecate measure"
+                f"there are {is_known}, and files from megatron-hecate measure"
             )
         speeds = Speeds.load(name)
         return cls(per_node=per_node, speeds=speeds, dense=speeds.flops, memory=0.0)
@@ -180,9 +180,9 @@ class Cluster:
         blocks in any group.
         """
         few, many = QUOTA_RANKS
-        least, most = QUOTA_SECONDS
+        shortest, longest = QUOTA_SECONDS
         share = (min(max(ranks, few), many) - few) / (many - few)
-        routing = OTHER_ROUTING + least + share * (most - least)
+        routing = OTHER_ROUTING + shortest + share * (longest - shortest)
         return dataclasses.replace(self, speeds=dataclasses.replace(self.speeds, routing=routing))
 
 

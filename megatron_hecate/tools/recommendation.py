@@ -58,12 +58,12 @@ def recommend(
     obstacle = _obstacle(stock, setups, capacity)
     if obstacle:
         return _stay(obstacle)
-    fits = [setup for setup in setups if setup.memory.total < (capacity or math.inf)]
+    fitting = [setup for setup in setups if setup.memory.total < (capacity or math.inf)]
     # The transport named first is the one that FSSDP uses; others are for comparison.
-    candidates = [setup for setup in fits if setup.transport == setups[0].transport] or fits
+    candidates = [setup for setup in fitting if setup.transport == setups[0].transport] or fitting
     # Smallest modelled gain whose range begins at `WORTH`: see `share_range`.
-    enough = WORTH * (1 + error) / (1 + WORTH * error)
-    best = _smallest_of_fastest(candidates, within=(1 - enough) * stock.seconds)
+    threshold = WORTH * (1 + error) / (1 + WORTH * error)
+    best = _smallest_of_fastest(candidates, tolerance=(1 - threshold) * stock.seconds)
     gain = 1 - best.seconds / stock.seconds
     reason = _reason(best, stock, forced, capacity=capacity, error=error)
     if not error and not measured_speeds:
@@ -73,7 +73,7 @@ def recommend(
             reason += f"; {low} to {high}, since the experts' speed is assumed"
     if share_range(gain, error)[1] < WORTH:
         return _stay(f"do not switch it on: {reason}", best)
-    if gain < enough:
+    if gain < threshold:
         text = f"no verdict without the time of a stock step, --step-ms: {reason}"
         return Advice(best=None, considered=best, verdict="unknown", text=text)
     text = f"switch it on, {flags_of(best)}: {reason}"
@@ -91,10 +91,10 @@ def _obstacle(stock: Outcome, setups: Sequence[Outcome], capacity: float) -> str
             f"{limit / 2**30:.0f} GiB of a rank; spread them over more expert-parallel ranks "
             "(--ep) or pipeline stages (--pp)"
         )
-    least = min(setup.memory.total for setup in setups)
-    if least >= limit:
+    smallest = min(setup.memory.total for setup in setups)
+    if smallest >= limit:
         return (
-            f"do not switch it on: experts with replicas take {least / 2**30:.1f} of "
+            f"do not switch it on: experts with replicas take {smallest / 2**30:.1f} of "
             f"{limit / 2**30:.0f} GiB of a rank, without {stock.memory.total / 2**30:.1f}; "
             "simulate fewer --slots, or --lifetime layer"
         )
@@ -179,15 +179,15 @@ def describe_parts(forced: Outcome, stock: Outcome, setup: Outcome | None) -> st
     return "\n".join(lines)
 
 
-def _smallest_of_fastest(setups: Sequence[Outcome], *, within: float) -> Outcome:
+def _smallest_of_fastest(setups: Sequence[Outcome], *, tolerance: float) -> Outcome:
     """Choose the setup with least memory among the setups that are about as fast as the fastest.
 
-    If the fastest takes at most ``within`` seconds, so does the chosen setup.
+    If the fastest takes at most ``tolerance`` seconds, so does the chosen setup.
     """
     fastest = min(setup.seconds for setup in setups)
     near = [setup for setup in setups if setup.seconds <= (1 + ALIKE) * fastest]
-    if fastest <= within:
-        near = [setup for setup in near if setup.seconds <= within]
+    if fastest <= tolerance:
+        near = [setup for setup in near if setup.seconds <= tolerance]
     return min(near, key=lambda setup: (setup.memory.total, setup.seconds))
 
 

@@ -225,8 +225,8 @@ class Replay:
         if setup.transport == P2P.name:
             transport_bytes = P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer])
         else:
-            of_nodes = list(Counter(settings.world.node).values())
-            transport_bytes = sum(buffer_bytes([buffer], of_nodes))
+            node_sizes = list(Counter(settings.world.node).values())
+            transport_bytes = sum(buffer_bytes([buffer], node_sizes))
         # passes of one chunk: see `megatron.training_state.forwards_in_flight`
         passes = (settings.pp - 1) * min(2, settings.vpp) + (settings.vpp - 1) * settings.pp + 1
         passes = min(passes, settings.microbatches * settings.vpp)
@@ -251,21 +251,25 @@ class Replay:
         # Quotas are computed in every microbatch, so replicas remove the same share of its
         # imbalance as they remove of the step's.
         mean = self.forced.peak
-        over = self.rank_loads.max(axis=2) / self.settings.microbatches - mean
-        left = np.divide(work.peak - mean, over, out=np.ones_like(over), where=over > 1e-9 * mean)
-        work = dataclasses.replace(work, peak=work.peak + left.clip(0, 1) * self.excess * mean)
+        excess = self.rank_loads.max(axis=2) / self.settings.microbatches - mean
+        share_left = np.divide(
+            work.peak - mean, excess, out=np.ones_like(excess), where=excess > 1e-9 * mean
+        )
+        work = dataclasses.replace(
+            work, peak=work.peak + share_left.clip(0, 1) * self.excess * mean
+        )
         shape = group.shape
         copy_bytes = shape.fetches * shape.expert_bytes + shape.returns * shape.grad_bytes
         layers_of_rank = self.settings.model.layers / self.settings.pp
         exposed_ms = (prices.copying_ms - prices.hidden_ms).mean(axis=0)
         columns = [list(stage) for stage in self.model.stages]
-        used = int(prices.replicas.max())
-        setup = dataclasses.replace(setup, slots=min(setup.slots, max(1, used)))
+        num_used = int(prices.replicas.max())
+        setup = dataclasses.replace(setup, slots=min(setup.slots, max(1, num_used)))
         return dataclasses.replace(
             self._outcome(setup.label, setup, work),
             exposed=max(exposed_ms[stage].sum() for stage in columns) / 1e3,
             sent=float(prices.replicas.mean()) * copy_bytes * layers_of_rank,
-            used=used,
+            used=num_used,
         )
 
     def _outcome(self, name: str, setup: Setup, work: Work) -> Outcome:

@@ -150,5 +150,5 @@ def _export(content: dict[str, Any], path: Path) -> None:
         files.replace(path, as_csv(content))
         return
     pictures = ("loads", "spread", "hot")
-    kept = {name: value for name, value in content.items() if name not in pictures}
-    files.replace(path, json.dumps({**kept, "columns": COLUMNS}, indent=1) + "\n")
+    exported = {name: value for name, value in content.items() if name not in pictures}
+    files.replace(path, json.dumps({**exported, "columns": COLUMNS}, indent=1) + "\n")

@@ -25,9 +25,9 @@ _Series = tuple[str, str, np.ndarray]
 _Group = tuple[int, int]
 
 
-def groups_of(num: int, most: int) -> list[_Group]:
-    """Split ``num`` iterations into at most ``most`` groups of about equal length."""
-    return list(itertools.pairwise(np.linspace(0, num, min(num, most) + 1).astype(int).tolist()))
+def groups_of(num: int, limit: int) -> list[_Group]:
+    """Split ``num`` iterations into at most ``limit`` groups of about equal length."""
+    return list(itertools.pairwise(np.linspace(0, num, min(num, limit) + 1).astype(int).tolist()))
 
 
 def lines(run: Run, prediction: Prediction | None, groups: Sequence[_Group]) -> dict[str, Any]:
@@ -141,14 +141,14 @@ def _memory(run: Run) -> tuple[str, list[_Series]]:
 
 
 def picture(
-    iteration: np.ndarray, parts: Sequence[np.ndarray], over: np.ndarray, cells: int
+    iteration: np.ndarray, parts: Sequence[np.ndarray], totals: np.ndarray, cells: int
 ) -> dict[str, Any]:
     """Build a picture of ratios, for groups of iterations and for the whole run.
 
     Args:
         iteration: numbers of the iterations, [T].
         parts: numerators, each [T, L, X], summed over a group.
-        over: denominator [T, L], summed over a group.
+        totals: denominator [T, L], summed over a group.
         cells: most cells of the picture.
 
     Returns:
@@ -158,21 +158,21 @@ def picture(
     """
     num, layers, rows = parts[0].shape
     groups = groups_of(num, min(POINTS // 4, max(1, cells // (layers * rows))))
-    by_group = [_ratios(part, over, groups) for part in parts]
-    whole = [_ratios(part, over, [(0, num)]) for part in parts]
-    top = max(float(np.nanmax(array, initial=1.0)) for array in by_group + whole)
+    by_group = [_ratios(part, totals, groups) for part in parts]
+    ratios = [_ratios(part, totals, [(0, num)]) for part in parts]
+    top = max(float(np.nanmax(array, initial=1.0)) for array in by_group + ratios)
     return {
         "groups": [(int(iteration[a]), int(iteration[b - 1])) for a, b in groups],
         "top": top,
         "parts": [_pack(array, top) for array in by_group],
-        "whole": [_pack(array, top) for array in whole],
+        "whole": [_pack(array, top) for array in ratios],
     }
 
 
-def _ratios(part: np.ndarray, over: np.ndarray, groups: Sequence[_Group]) -> np.ndarray:
-    """Divide sums of ``part`` [T, L, X] over groups by sums of ``over`` [T, L]; NaN for 0 / 0."""
+def _ratios(part: np.ndarray, totals: np.ndarray, groups: Sequence[_Group]) -> np.ndarray:
+    """Divide sums of ``part`` [T, L, X] over groups by sums of ``totals`` [T, L]; NaN for 0 / 0."""
     above = _group_sums(part, groups)
-    below = _group_sums(over[:, :, None], groups)
+    below = _group_sums(totals[:, :, None], groups)
     return np.divide(above, below, out=np.full(above.shape, np.nan), where=below > 0)
 
 
@@ -188,8 +188,8 @@ def _pack(values: np.ndarray, top: float) -> str:
     return base64.b64encode(levels.astype("<u2").tobytes()).decode()
 
 
-def short(value: float, *, missing: bool = False) -> float | None:
-    """Round a number; ``missing``: NaN becomes ``None``."""
-    if missing and math.isnan(value):
+def short(value: float, *, is_missing: bool = False) -> float | None:
+    """Round a number; ``is_missing``: NaN becomes ``None``."""
+    if is_missing and math.isnan(value):
         return None
     return round(float(value), 6)

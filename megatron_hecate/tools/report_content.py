@@ -152,12 +152,12 @@ def predict_run(settings: JobSettings, run: Run) -> Prediction:
     )
 
 
-def page_content(report: Report, other: Report | None = None) -> dict[str, Any]:
+def page_content(report: Report, baseline: Report | None = None) -> dict[str, Any]:
     """Build all content of the page.
 
     Args:
         report: run of the page.
-        other: run to compare with.
+        baseline: run to compare with.
     """
     run = report.run
     record = run.record
@@ -180,7 +180,7 @@ def page_content(report: Report, other: Report | None = None) -> dict[str, Any]:
     rows = layer_rows(report)
     spread = [one[:, :, None] for one in waits]
     return {
-        "info": {**info, "folder": str(report.folder), "step": short(run.step_ms, missing=True)},
+        "info": {**info, "folder": str(report.folder), "step": short(run.step_ms, is_missing=True)},
         "observed": run.observed,
         "verdict": dataclasses.asdict(verdict),
         "parts": _parts(report),
@@ -200,7 +200,7 @@ def page_content(report: Report, other: Report | None = None) -> dict[str, Any]:
         "ranks": _ranks(run),
         "reasons": reasons(run, {row[-1] for row in rows}),
         "worst": sorted(range(layers), key=lambda at: -rows[at][7])[:WORST],
-        "compared": None if other is None else _compared(report, other),
+        "compared": None if baseline is None else _compared(report, baseline),
     }
 
 
@@ -272,33 +272,38 @@ def _mean_replicas(replica: np.ndarray | None, hottest: np.ndarray) -> list[list
 def layer_rows(report: Report) -> list[list[Any]]:
     """Build one row per layer, with the columns of `COLUMNS`."""
     run = report.run
-    before, after = run.waits, run.waits_computed
+    waits, waits_computed = run.waits, run.waits_computed
     replicas = run.replicas.sum(axis=2)
-    none = np.zeros(before.shape)
+    none = np.zeros(waits.shape)
     late = none if run.record.late is None else run.record.late
     lost = won = none
     if report.prediction is not None:
         lost = report.prediction.lost_of_layers
         won = report.prediction.won_of_layers
-    columns = [before.mean(axis=0), before.max(axis=0), after.mean(axis=0), after.max(axis=0)]
+    columns = [
+        waits.mean(axis=0),
+        waits.max(axis=0),
+        waits_computed.mean(axis=0),
+        waits_computed.max(axis=0),
+    ]
     columns += [values.mean(axis=0) for values in (replicas, replicas == 0, late, lost, won)]
     rows = np.stack(columns, axis=1).tolist()
     return [[*map(short, row), decision(run, row)] for row in rows]
 
 
-def _compared(report: Report, other: Report) -> dict[str, Any]:
-    """Compare two runs: rows of (figure, of ``other``, of ``report``), and layers of both.
+def _compared(report: Report, baseline: Report) -> dict[str, Any]:
+    """Compare two runs: rows of (figure, of ``baseline``, of ``report``), and layers of both.
 
     Layers are matched by name.
     """
     rows = []
-    for one in (other, report):
+    for one in (baseline, report):
         means = one.means
         observed = one.run.observed
         rows.append(
             {
                 "run": f"{one.folder} ({'stock' if observed else 'FSSDP'})",
-                "measured step, ms": short(one.run.step_ms, missing=True),
+                "measured step, ms": short(one.run.step_ms, is_missing=True),
                 "largest over mean rank load, as routed": short(means["before"]),
                 "largest over mean rank load, as computed": short(means["after"]),
                 "ms lost to imbalance and replicas, modelled": short(
@@ -307,13 +312,13 @@ def _compared(report: Report, other: Report) -> dict[str, Any]:
                 "replicas per layer": short(means["replicas"]),
             }
         )
-    named = dict(zip(other.run.info.layers, layer_rows(other), strict=True))
+    named = dict(zip(baseline.run.info.layers, layer_rows(baseline), strict=True))
     layers = []
     for name, row in zip(report.run.info.layers, layer_rows(report), strict=True):
         if name in named:
-            before = named[name]
-            left = [one[7] if one[4] == 0 else short(one[7] - one[8]) for one in (before, row)]
-            layers.append([name, before[2], row[2], *left])
+            old_row = named[name]
+            lost = [one[7] if one[4] == 0 else short(one[7] - one[8]) for one in (old_row, row)]
+            layers.append([name, old_row[2], row[2], *lost])
     return {"heads": list(rows[0]), "rows": [list(row.values()) for row in rows], "layers": layers}
 
 

@@ -199,14 +199,14 @@ def _speed_texts(run: Run) -> list[str]:
     """Name slow ranks, and hot ranks where FSSDP was off; empty if experts were not timed."""
     texts: list[str] = []
     for stage, speeds in run.rank_speeds.items():
-        of_stage = f" of stage {stage}" if len(run.rank_speeds) > 1 else ""
-        shown = [speed for speed in speeds if speed.is_slow or (speed.is_hot and run.observed)]
-        shown.sort(key=lambda speed: (not speed.is_slow, -speed.pace))
-        for speed in shown[:RANKS]:
-            text = speed.describe(f"rank {speed.rank}{of_stage}")
+        stage_text = f" of stage {stage}" if len(run.rank_speeds) > 1 else ""
+        notable = [speed for speed in speeds if speed.is_slow or (speed.is_hot and run.observed)]
+        notable.sort(key=lambda speed: (not speed.is_slow, -speed.pace))
+        for speed in notable[:RANKS]:
+            text = speed.describe(f"rank {speed.rank}{stage_text}")
             texts.append(f"{text[0].upper()}{text[1:]}.")
-    every = itertools.chain.from_iterable(run.rank_speeds.values())
-    timed = [speed for speed in every if not math.isnan(speed.pace)]
+    all_speeds = itertools.chain.from_iterable(run.rank_speeds.values())
+    timed = [speed for speed in all_speeds if not math.isnan(speed.pace)]
     if timed and not any(speed.is_slow for speed in timed):
         texts.append(
             f"No rank is slow: none needs {MARGIN:.0%} more time per token than the others."
@@ -216,17 +216,17 @@ def _speed_texts(run: Run) -> list[str]:
 
 def _imbalance_text(run: Run, mean: Mapping[str, float]) -> str:
     """State the imbalance as routed and, with FSSDP, as computed."""
-    worst = run.waits.max()
+    largest = run.waits.max()
     text = (
         f"As routed, the fullest rank had {mean['before']:.2f} times the mean load, and "
-        f"{worst:.2f} times at worst (one layer in one iteration); all other ranks wait for it."
+        f"{largest:.2f} times at worst (one layer in one iteration); all other ranks wait for it."
     )
     if run.observed:
         return text
-    worst = run.waits_computed.max()
+    largest = run.waits_computed.max()
     text += (
         f" With FSSDP the fullest rank computed {mean['after']:.3f} times the mean, "
-        f"and {worst:.2f} times at worst."
+        f"and {largest:.2f} times at worst."
     )
     if moves := run.moves:
         text += (
@@ -261,11 +261,11 @@ def decision(run: Run, row: Sequence[float]) -> str:
         run: the recorded run.
         row: the layer's numbers, see `report_content.COLUMNS`.
     """
-    before, *_ = row
+    loss, *_ = row
     replicas, lost = row[4], row[7]
     if replicas:
         return "Replicas"
-    if before <= BALANCED:
+    if loss <= BALANCED:
         return "Balanced"
     if run.observed:
         return "Uneven"
@@ -285,7 +285,7 @@ def reasons(run: Run, decisions: Collection[str]) -> dict[str, str]:
         decisions: names of `decision`.
     """
     costs = run.costs
-    least = ms_text(costs.routing_ms + costs.computing_ms) if costs is not None else "their time"
+    price = ms_text(costs.routing_ms + costs.computing_ms) if costs is not None else "their time"
     texts = {
         "Replicas": "ranks held replicas, which took tokens off the fullest rank.",
         "Balanced": (
@@ -294,7 +294,7 @@ def reasons(run: Run, decisions: Collection[str]) -> dict[str, str]:
         "Uneven": "ranks wait for the fullest one; FSSDP was off.",
         "No slots": "uneven, but there were no slots for replicas.",
         "Not worth it": (
-            f"one replica takes {least} without copy and tokens, more than there is to win."
+            f"one replica takes {price} without copy and tokens, more than there is to win."
         ),
         "Copies would not pay": "uneven, but copies cost more than they win, by the cost model.",
     }

@@ -250,9 +250,9 @@ class Run(PricedRecord):
         if self.microbatches is None:
             return None
         # Layers that drop tokens have fewer than the others.
-        of_group = self.record.load.sum(axis=2).max(axis=1)
+        group_tokens = self.record.load.sum(axis=2).max(axis=1)
         pairs = self.microbatches * self.info.ranks * self.info.top_k
-        return max(1, round(float(np.median(of_group)) / pairs))
+        return max(1, round(float(np.median(group_tokens)) / pairs))
 
     @cached_property
     def stock_step_ms(self) -> float | None:

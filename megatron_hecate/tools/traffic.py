@@ -43,12 +43,12 @@ class Traffic:
         # [R, K] share of a rank in the mean of its node
         members = world.node_index[:, None] == np.arange(world.num_nodes)
         mean_of_node = members / members.sum(axis=0)
-        between = np.maximum(self.inter_out @ mean_of_node, self.inter_in @ mean_of_node)
+        node_seconds = np.maximum(self.inter_out @ mean_of_node, self.inter_in @ mean_of_node)
         inside = np.maximum(self.intra_out, self.intra_in)
         speeds = world.speeds
         return np.maximum(
             _link_seconds(speeds.intra, inside.max(axis=-1) * item_bytes),
-            _link_seconds(speeds.inter, between.max(axis=-1) * item_bytes),
+            _link_seconds(speeds.inter, node_seconds.max(axis=-1) * item_bytes),
         )
 
     def sent_once(self, pairs: np.ndarray, world: World, top_k: int) -> Traffic:
@@ -63,9 +63,9 @@ class Traffic:
             top_k: experts per token.
         """
 
-        def messages_per_pair(sent: np.ndarray, destinations: float) -> np.ndarray:
+        def messages_per_pair(tokens: np.ndarray, destinations: float) -> np.ndarray:
             destinations = max(destinations, 1)
-            share = np.maximum(sent, 1e-9) / np.maximum(pairs, 1)
+            share = np.maximum(tokens, 1e-9) / np.maximum(pairs, 1)
             reached = destinations * (1 - (1 - share / destinations) ** top_k)
             return (reached / (top_k * share))[..., None]
 

@@ -99,16 +99,19 @@ class Group:
         trip = np.zeros((steps, layers))
         # pairs of the first sources, [R + 1, T, L, E]
         until = np.multiply.outer(np.arange(num_ranks + 1), loads) // num_ranks
-        of_source = np.diff(until, axis=0)
+        source_tokens = np.diff(until, axis=0)
         for step, layer in np.ndindex(steps, layers):
-            flow = _flow(of_source[:, step, layer], placed[step][layer], self.world)
+            flow = _flow(source_tokens[:, step, layer], placed[step][layer], self.world)
             peak[step, layer] = flow.sum(axis=0).max() / self.shape.microbatches
             traffic = token_traffic(flow, self.world)
             trip[step, layer] = self.trip_seconds(traffic, flow.sum())
         # slots of replicas follow the homes
         homes_per_rank = num_experts // num_ranks
         replica = np.array(
-            [[one.table[:, homes_per_rank:] for one in of_step] for of_step in placed]
+            [
+                [one.table[:, homes_per_rank:] for one in step_placements]
+                for step_placements in placed
+            ]
         )
         info = RunInfo(
             mode="fssdp",
