@@ -227,7 +227,7 @@ class JobMemory:
     ranks: Mapping[int, RankMemory]
 
     def choose_lifetime(self, requested: str) -> str:
-        """Choose the lifetime of all ranks: ``requested``; for ``auto`` the fastest that should fit.
+        """Choose the lifetime of all ranks: ``requested``; for ``auto`` the fastest to fit.
 
         If no lifetime is expected to fit on all ranks, the one with the least memory is chosen;
         `explain_too_large` reports whether even this one is certain to be too large.
