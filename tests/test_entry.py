@@ -5,8 +5,10 @@ Oracle: the same model without FSSDP, or literal messages.
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,21 @@ def test_a_model_is_converted_where_it_is_wrapped(kind: str) -> None:
     tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
     tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
     assert not REQUEST.is_unmet
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("skip_train", [False, True])
+def test_a_job_that_only_evaluates_wraps_no_model(
+    skip_train: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Oracle: Megatron's ``--skip-train``, with which nothing is left to switch on."""
+    from megatron_hecate.switch_on.request import Request
+
+    variables = types.ModuleType("megatron.training.global_vars")
+    variables._GLOBAL_ARGS = argparse.Namespace(moe_fssdp=True, skip_train=skip_train)
+    monkeypatch.setitem(sys.modules, variables.__name__, variables)
+    request = Request()
+    assert request.is_made and request.is_unmet == (not skip_train)
 
 
 @ranks(4)

@@ -54,16 +54,23 @@ class Request:
 
     @property
     def is_unmet(self) -> bool:
-        """Whether FSSDP was asked for and is not on for any model."""
-        return not self.is_answered and self.is_made
+        """Whether FSSDP was asked for and is not on for any model, in a job that trains one."""
+        if self.is_answered or not self.is_made:
+            return False
+        # a job that only evaluates wraps no model
+        return not getattr(_training_arguments(), "skip_train", False)
 
     def _values(self, config: Any = None) -> dict[str, Any]:
         """Return the values of our flags by name, merged from all sources."""
-        # the import loads torch, which the command line must not
-        from megatron_hecate.megatron.training_globals import training_arguments
-
-        arguments = fssdp_arguments(training_arguments()) or fssdp_arguments(self.parsed)
+        arguments = fssdp_arguments(_training_arguments()) or fssdp_arguments(self.parsed)
         return {**self.launched, **arguments, **self.recipe, **fssdp_arguments(config)}
+
+
+def _training_arguments() -> Any:
+    # the import loads torch, which the command line must not
+    from megatron_hecate.megatron.training_globals import training_arguments
+
+    return training_arguments()
 
 
 def settings_of(values: dict[str, Any]) -> HecateConfig | None:
