@@ -291,7 +291,7 @@ class HecateConfig:
         return parser
 
     def as_arguments(self) -> dict[str, Any]:
-        """Return the flags of these settings, by the names that argparse uses."""
+        """Return the flags of the settings, by the names that argparse uses."""
         arguments: dict[str, Any] = {_argument(FLAG): True}
         for field in dataclasses.fields(self):
             arguments[_argument(_flag_of(field.name))] = getattr(self, field.name)

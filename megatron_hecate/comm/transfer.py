@@ -61,11 +61,10 @@ class Transfer:
         with trace.span(f"{what} start", label):
             if device.type == "cuda":
                 self._start_on_stream(device)
-            # The works of gloo do not report when they complete, so a transfer that is traced or
-            # timed needs a thread that waits for them.
-            elif previous is not None or trace.follows_transfers() or watch is not None:
+            # The works of gloo do not report when they complete, so a transfer that is timed needs
+            # a thread that waits for them.
+            elif previous is not None or watch is not None:
                 self.ended = self._run_in_thread(previous)
-                trace.follow(what, label, end=self.ended.done)
             else:
                 next(steps, None)
 

@@ -184,7 +184,7 @@ class HomesSchedule(Rehoming):
         return load
 
     def _choose(self, search: HomeSearch, load: np.ndarray, order: np.ndarray) -> list[Choice]:
-        """Find better homes of each layer, and share them between all ranks.
+        """Find better homes of each layer, and share the result between all ranks.
 
         Each rank of the group's first expert-parallel group searches some of the layers, because a
         search of all layers of a large model on one rank would take that rank many seconds.

@@ -46,7 +46,7 @@ REPLAY_ASSUMPTIONS = {
         "target_topk_idx": "experts of each token of the next forward, [T, k], or None",
     },
     # slime's and miles'; replayed if ROUTING_REPLAY_STAGE in the environment is replay_forward, or
-    # in miles the stage of routing_replay_manager, beside the object's class
+    # in miles the stage of routing_replay_manager, next to the object's class
     "routing_replay": {
         "top_indices_list": "experts of each token, [T, k], for each forward of a rollout",
         "forward_index": "position of the next forward",

@@ -110,7 +110,7 @@ class Peers:
     def abandon(self) -> None:
         """End all waits for peers, as if the peers had arrived: the attempt of the job is over.
 
-        The data of these transfers is not used any more, while a kernel that times out would
+        The data of the transfers is not used any more, while a kernel that times out would
         destroy the CUDA context.
         """
         self._is_abandoned = True

@@ -140,7 +140,7 @@ class TransferSchedule:
     def _of(
         cls, listing: Listing, chunks: ChunkTable, rank: int, *, elements: int, parts: Parts
     ) -> TransferSchedule:
-        """List the pulls of ``rank``, and sort those of each step."""
+        """List the pulls of ``rank``, sorted within each step."""
         listed = listing(chunks, _encode_parts(parts, chunks), rank, elements)
         rows = listed.rows
         # Every step begins with the rank after this one, so that not all ranks read from one home

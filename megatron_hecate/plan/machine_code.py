@@ -64,8 +64,8 @@ def in_turn(notice: Callable[[], None]) -> Iterator[None]:
 @functools.cache
 def _hash_sources(folder: Path) -> str:
     """Hash all sources of ``folder`` and of `plan`."""
-    folders = (Path(__file__).parent, folder)
-    sources = [path.read_bytes() for where in folders for path in sorted(where.glob("*.py"))]
+    paths = [*sorted(Path(__file__).parent.glob("*.py")), *sorted(folder.glob("*.py"))]
+    sources = [path.read_bytes() for path in paths]
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 

@@ -83,7 +83,7 @@ def _counts(
 def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> np.ndarray:
     """Fill the slots greedily; each replica is placed on the least loaded rank with a free slot.
 
-    Replicas are counted by tokens per holder, and placed in descending order of these shares. Nodes
+    Replicas are counted by tokens per holder, and placed in descending order of the shares. Nodes
     without the expert are preferred: there a replica serves tokens that would cross nodes. A copy
     across nodes must save more than its exposed time, in tokens that no longer cross and in tokens
     that leave an overloaded node. Otherwise the replica is placed on a node with the expert, or

@@ -1,4 +1,4 @@
-"""Price of the replicas in a record: copies, hidden or not, routing, computing beside tokens.
+"""Price of the replicas in a record: copies, hidden or not, routing, computing besides tokens.
 
 Replicas are counted. Copies and the windows that hide them are measured where the record holds
 them, and otherwise from `plan`'s cost model, with the sizes and speeds in the record.

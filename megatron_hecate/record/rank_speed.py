@@ -32,7 +32,7 @@ SIGNIFICANCE: float = 5.0
 FITTED: int = 64
 CANDIDATES: int = 24
 MOST_OVERHEAD: float = 4.0
-# Weight of the ranks' equality beside the rest of the fit.
+# Weight of the ranks' equality against the rest of the fit.
 EQUALITY: float = 0.02
 # Iterations that a history keeps, and slow ranks that a sentence names.
 KEPT: int = 256

@@ -13,14 +13,13 @@ Autograd runs nodes that were made later first, so the spRS runs during the back
 attention.
 
 The weights are made once per plan (`bound_weights.BoundWeights`, with the node `_Experts`). Fused
-GEMMs add weight gradients to memory that belongs to homes and replicas, so these weights pass
+GEMMs add weight gradients to memory that belongs to homes and replicas, so the weights pass
 through no node of a microbatch: only an empty tensor connects `_Homes` to `_Experts`. Gradients
 that autograd carries, such as gradients of biases, pass through `_Experts` one by one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
 from operator import attrgetter
@@ -31,7 +30,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hecate import trace
 from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.replicas.buffers import Buffer
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
@@ -60,8 +58,6 @@ class PendingGradients:
         self._passed = False
         self._taken: list[Tensor | None] | None = None
         self._later: list[Tensor | None] | None = None
-        self._label = ""
-        self._began = 0.0
 
     @classmethod
     def join_homes(
@@ -115,12 +111,10 @@ class PendingGradients:
                 p.grad = grad.to(p.dtype) if p.grad is None else p.grad + grad
         return True
 
-    def expect(self, replicated: tuple[int, ...], buffer: Buffer, *, label: str) -> None:
+    def expect(self, replicated: tuple[int, ...], buffer: Buffer) -> None:
         """Expect sums for the own experts ``replicated`` from the transfer of ``buffer``."""
         self._replicated = replicated
         self._buffer = buffer
-        self._label = label
-        self._began = time.perf_counter()
 
     def _is_hooked(self, index: int) -> bool:
         """Return whether a user's hook reads the gradients of home ``index`` from autograd.
@@ -207,7 +201,6 @@ class PendingGradients:
     def arrive(self) -> None:
         """Wait until the sums are in ``main_grad``, outside of any backward."""
         assert self._buffer is not None
-        trace.add("gradients home", self._label, self._began)
         self._buffer.wait()
         self._buffer.abandon = None
         # Sums of homes with hooks: no backward calls the hooks any more.
@@ -236,7 +229,6 @@ class PendingGradients:
             grads = self._later
             self._later = None
         if self._buffer is not None:
-            trace.add("attention backward", self._label, self._began)
             self._buffer.wait()
             self._buffer.abandon = None
         parts = len(self.layout.shapes)

@@ -135,7 +135,7 @@ class Buffer:
         return self._parts[key]
 
     def weights(self, layer: LayerBuffer) -> list[Tensor]:
-        """Return tensors over the buffer's memory for each slot's weights, to transfer them."""
+        """Return tensors over the buffer's memory for each slot's weights, for transfers."""
         return self._made_once(layer.slots, *layer.weights)
 
     def new_weights(self, layer: LayerBuffer) -> list[Tensor]:

@@ -7,7 +7,6 @@ only.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device.direct_apply import direct_apply
@@ -44,7 +42,7 @@ class Replicas:
 
     # Called before the experts' backward.
     before_backward: Callable[[Replicas], None] | None = None
-    # Called when these replicas are not needed any more.
+    # Called when the replicas are not needed any more.
     after_backward: Callable[[Replicas], None] | None = None
 
     def __init__(
@@ -256,7 +254,6 @@ class Replicas:
         if self.before_backward is not None:
             self.before_backward(self)
         self.wait()
-        self._backward_began = time.perf_counter()
         if not self.slots.is_trained:
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
@@ -271,7 +268,6 @@ class Replicas:
         grads: list[Tensor | None],
     ) -> None:
         """Take one microbatch's gradients of all weights, or queue delayed gradients."""
-        trace.add("experts backward", self.label, self._backward_began)
         pending.check_destination(node, self.label)
         if requires_grad != [p.requires_grad for home in pending.homes for p in home]:
             raise RuntimeError(
@@ -326,7 +322,7 @@ class Replicas:
         layout = self.slots.experts.layout
         if layout.fuses_all:
             return
-        # The buffer keeps these views: here they would keep the memory of a released buffer.
+        # The buffer keeps the views: here they would keep the memory of a released buffer.
         sums = self._grad_buffer.parts(self.slots.sizes, self._sum_dtype, layout)
         for slot in self.slots.returned(self.plan).slots:
             first = slot * len(layout.shapes)
@@ -346,7 +342,7 @@ class Replicas:
             # bf16 sums grow to fp32 in the same memory: convert the last slot first.
             for slot in reversed(plan.slots):
                 chunks[slot].copy_(summed[slot].clone())
-        pending.expect(plan.replicated, buffer, label=self.label)
+        pending.expect(plan.replicated, buffer)
         buffer.transfer = self.slots.pool.transport.return_gradients(
             plan, chunks, pending, label=self.label
         )

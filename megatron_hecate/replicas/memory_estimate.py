@@ -292,7 +292,7 @@ class JobMemory:
     def describe(self, lifetime: str) -> str:
         """Format every rank's expert memory as tables, the ``lifetime`` in use first.
 
-        Ranks with equal figures share a table, which shows the least free memory among them.
+        Ranks with equal figures share a table, which shows the least free memory of any rank.
         """
         same_figures: dict[str, list[int]] = {}
         for rank in sorted(self.ranks):

@@ -14,7 +14,7 @@ class ReplicaState(enum.Enum):
     FETCHING = enum.auto()
     # Weights have arrived. Where layers share buffers, another layer may drop them.
     HELD = enum.auto()
-    # Gradients of one or more backwards wait for a later one, beside the weights.
+    # Gradients of one or more backwards wait for a later one; weights are held.
     ACCUMULATING = enum.auto()
     # The sums of gradients are on their way to the homes.
     RETURNING = enum.auto()

@@ -155,7 +155,7 @@ class KnownRoutes:
         """
         experts = state.parts.homes_only.num_experts
         expected = None
-        # A row of zeros: a layer without routes or history, beside layers with expected routes.
+        # A row of zeros: a layer without routes or history, where other layers have some.
         if forecast is not None and forecast[state.index].any():
             expected = forecast[state.index, :experts]
         replayed = self._replayed[state.index]
@@ -194,7 +194,7 @@ class KnownRoutes:
             parts = (as_routed(layer, part) for part in parts)
             counted = count_tokens(parts, experts, _device(states[0]))
             # The last number counts experts that do not exist, which stop Megatron's router, too.
-            # Ranks may hold routes of different numbers of forwards, and must plan alike.
+            # Ranks may hold routes of different numbers of forwards, and must make equal plans.
             counted[-1] = len(routes)
             counts.append(counted)
         replayed: list[_ReplayedLoads | None] = []

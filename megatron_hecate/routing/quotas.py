@@ -24,9 +24,9 @@ THREADS: int = 256
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Exchange:
-    """Token counts of the all-to-all from sources to ranks, as one rank needs them.
+    """Token counts of the all-to-all from sources to ranks, for one rank.
 
-    Every rank knows all loads and computes equal quotas, so these counts need no communication.
+    Every rank knows all loads and computes equal quotas, so the counts need no communication.
 
     Args:
         received: [N, P] int64, tokens of each source for each slot of this rank.

@@ -30,7 +30,7 @@ class Rerouter:
         label: name of the layer in errors.
         timeout: limit in seconds for the all-gather of loads.
         exchanges: whether to count the all-to-all of `reroute`, for a dispatcher over physical
-            experts that takes these counts.
+            experts that takes the counts.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Rerouter:
         timeout: float,
         exchanges: bool = False,
     ) -> None:
-        # all ranks whose tokens reach these experts; with expert tensor parallelism, several per
+        # all ranks whose tokens reach the experts; with expert tensor parallelism, several per
         # rank of the FSSDP group
         self.sources: dist.ProcessGroup = dispatcher.tp_ep_group
         # index of this rank among them
@@ -53,7 +53,7 @@ class Rerouter:
         backend = None
         if config.moe_token_dispatcher_type == "flex":
             backend = config.moe_flex_dispatcher_backend
-        # The first dispatch of these backends allocates one buffer for all layers, sized by the
+        # The first dispatch of both backends allocates one buffer for all layers, sized by the
         # number of experts, so dispatches must use physical experts from the start.
         self.always_physical = backend in ("hybridep", "ncclep")
         # both backends choose a token's experts by its largest probabilities
@@ -121,7 +121,7 @@ class Rerouter:
         Args:
             probs: [T, E] routing probabilities, differentiable.
             counted: counts of the same tokens.
-            loads: [N, E] result of `gather_loads` for these counts.
+            loads: [N, E] result of `gather_loads` for the counts.
 
         Returns:
             The results of `routing.reroute`, and the counts of the all-to-all if ``exchanges``.

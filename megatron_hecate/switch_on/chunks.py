@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import chain
 from typing import Any
 
 from megatron.core import parallel_state
@@ -72,6 +73,6 @@ def mark(chunks: list[Module], *, observing: bool) -> None:
 
 
 def marks(chunks: list[Module]) -> set[bool]:
-    """Return the values of ``observing`` with which the hook has run on these model chunks."""
-    modules = (module for chunk in chunks for module in chunk.modules())
+    """Return the values of ``observing`` with which the hook has run on the model chunks."""
+    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
     return {module._fssdp_hook for module in modules if hasattr(module, "_fssdp_hook")}

@@ -56,7 +56,7 @@ def connect(
         nccl_ctas: see `NcclSettings.max_ctas`.
 
     Raises:
-        TimeoutError: ranks did not arrive in time; names them.
+        TimeoutError: ranks did not arrive in time; names the ranks.
     """
     site = _Site.of_this_rank(asked, groups, problems)
     job, parts, sites = _decide(site, groups, timeout=timeout)

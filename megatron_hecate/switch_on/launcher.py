@@ -7,7 +7,7 @@
 The target is a script, a module or a console command, of Megatron-LM or of Megatron-Bridge. Our
 flags may stand before the target or among its own arguments. The launcher reads both places,
 because a script may ignore unknown arguments (``ignore_unknown_args``) and would ignore our flags,
-too. Arguments of the target stay as they are, also a ``--`` among them.
+too. Arguments of the target stay as they are, also a ``--``.
 """
 
 from __future__ import annotations

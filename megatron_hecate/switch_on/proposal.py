@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from itertools import chain
 from typing import Any
 
 import torch
@@ -200,7 +201,7 @@ def _estimate_memory(
         nccl_bytes=connection.nccl_bytes,
     )
     # frozen experts have neither gradients nor optimizer state
-    homes = [p for part in parts for home in part.experts.homes() for p in home]
+    homes = list(chain.from_iterable(chain.from_iterable(p.experts.homes() for p in parts)))
     trained = sum(p.numel() for p in homes if p.requires_grad) / sum(p.numel() for p in homes)
     experts = dataclasses.replace(
         experts,

@@ -299,7 +299,7 @@ def _memory(device: torch.device) -> float:
 
 
 def _launch(device: torch.device, memory: float) -> float:
-    """Measure the seconds of one more expert for the same tokens, beside its memory traffic.
+    """Measure the seconds of one more expert for the same tokens, without its memory traffic.
 
     Each expert runs its forward and the gradients of its tokens and of its weight, which are added
     to an fp32 sum.

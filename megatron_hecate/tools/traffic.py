@@ -99,7 +99,7 @@ def token_traffic(flow: np.ndarray, world: World) -> Traffic:
 def traffic_of_loads(
     loads: np.ndarray, world: World, *, crossing: np.ndarray | None = None
 ) -> Traffic:
-    """Count the tokens of one dispatch from the loads of ranks; all sources send alike.
+    """Count the tokens of one dispatch from the loads of ranks; all sources send equally.
 
     Args:
         loads: tokens computed by each rank, [..., R].

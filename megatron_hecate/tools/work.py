@@ -67,7 +67,7 @@ class Group:
         fullest: np.ndarray | None = None,
         crossing: np.ndarray | None = None,
     ) -> Work:
-        """Compute the work of rank loads, without replicas; sources send alike.
+        """Compute the work of rank loads, without replicas; sources send equally.
 
         Args:
             loads: pairs computed by each rank, all microbatches, [T, L, R].
@@ -83,7 +83,7 @@ class Group:
     def work_of_placements(
         self, loads: np.ndarray, placed: Sequence[Sequence[Placement]], transport: str
     ) -> tuple[Work, PricedRecord]:
-        """Compute the work under FSSDP's quotas; sources send alike.
+        """Compute the work under FSSDP's quotas; sources send equally.
 
         Args:
             loads: pairs, all microbatches, [T, L, E] integers.
