@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ LONGEST_COMPILED = 85
 BOXES = ("nvlink", "homes", "routes", "record")
 # Lines by area, at most: lowered with what is deleted, never raised.
 AREAS = {
-    "core": 17_774,
+    "core": 17_666,
     "box nvlink": 3_193,
     "box homes": 1_488,
     "box routes": 457,
@@ -31,6 +32,36 @@ AREAS = {
     "tests": 43_451,
     "bench": 7_933,
 }
+
+
+# A variable or an argument is a noun. These participles, adverbs, prepositions and pronouns once
+# stood for one; names that begin with ``of_`` or end with ``_of`` count as well.
+NO_NOUNS = """
+    found at own known most before way ways now held made of given left taken kept wanted
+    needed seen said here there again only both other others rest same after between within
+    without into ahead later earlier away back yet still once every each some such then fits
+    filled enough done gone passed carried joined moved sent shown told asked chosen used
+    unused missing wrong right worst least more less further apart alone together beside upon
+    under over under_way sure ready bare whole half ours theirs mine yours
+"""
+# Such names among 1,000 bound ones, at most.
+MOST_NO_NOUNS = 10
+
+
+def no_nouns(paths: Iterable[Path]) -> tuple[int, str]:
+    """Return how many of 1,000 bound names are no nouns, and the most frequent of them."""
+    names = []
+    for node in (node for path in paths for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.append(node.id.strip("_"))
+        elif isinstance(node, ast.arg) and node.arg not in ("self", "cls", "ctx"):
+            names.append(node.arg.strip("_"))
+    listed = set(NO_NOUNS.split())
+    odd = Counter(
+        name for name in names if name in listed or name.startswith("of_") or name.endswith("_of")
+    )
+    frequent = ", ".join(name for name, _ in odd.most_common(5))
+    return -(-1000 * odd.total() // len(names)), frequent
 
 
 def lines(paths: Iterable[Path]) -> int:
@@ -138,6 +169,12 @@ def main(root: Path) -> int:
         ("longest compiled function", lines_of_compiled, LONGEST_COMPILED, compiled_name),
         ("longest file", lines([longest_file]), 400, longest_file.name),
         ("named numbers, all", len(constants(every)), None, ""),
+        (
+            "names that are no nouns, of 1,000",
+            no_nouns(every)[0],
+            MOST_NO_NOUNS,
+            no_nouns(every)[1],
+        ),
         ("plan: lines", lines(plan), None, ""),
         ("plan: files", len(plan), None, ""),
         ("plan: tuned constants", len(constants(plan)), 15, ""),
