@@ -44,13 +44,13 @@ class Heartbeat:
     line: str = ""
     transfers: str = ""
 
-    def is_silent(self, time: float, silence: float) -> bool:
+    def is_silent(self, moment: float, silence: float) -> bool:
         """Return True if the heartbeat is older than ``silence`` seconds."""
-        return time - self.posted > silence
+        return moment - self.posted > silence
 
-    def is_stalled(self, time: float, silence: float) -> bool:
+    def is_stalled(self, moment: float, silence: float) -> bool:
         """Return True if the rank has not moved for ``silence`` seconds. A slow rank moves."""
-        return time - self.since > silence
+        return moment - self.since > silence
 
     def describe(self, *, silent: bool) -> str:
         """Format host, state and position for a line.
@@ -89,12 +89,12 @@ def heartbeat_key(rank: int) -> str:
     return f"{PREFIX}/at/{rank}"
 
 
-def name_ranks_behind(heartbeats: Heartbeats, *, time: float, silence: float) -> str:
+def name_ranks_behind(heartbeats: Heartbeats, *, moment: float, silence: float) -> str:
     """Describe the ranks that others wait for.
 
     Args:
         heartbeats: by rank.
-        time: time of the reading, seconds since 1970. Clocks of the hosts agree within ``silence``.
+        moment: time of the reading, seconds since 1970. Clocks agree within ``silence``.
         silence: age in seconds from which a heartbeat is silent and a position stalled.
 
     Returns:
@@ -111,33 +111,33 @@ def name_ranks_behind(heartbeats: Heartbeats, *, time: float, silence: float) ->
     for rank, heartbeat in enumerate(heartbeats):
         if heartbeat is None:
             behind.append((0.0, rank, "(no heartbeat received)"))
-        elif heartbeat.is_stalled(time, silence):
-            silent = heartbeat.is_silent(time, silence)
+        elif heartbeat.is_stalled(moment, silence):
+            silent = heartbeat.is_silent(moment, silence)
             if silent or heartbeat.steps < furthest[heartbeat.group]:
                 behind.append((heartbeat.since, rank, heartbeat.describe(silent=silent)))
     if not behind:
-        return _describe_lines(heartbeats, time=time, silence=silence)
+        return _describe_lines(heartbeats, moment=moment, silence=silence)
     # The rank that stopped first may be the cause of the other stalls.
     named = ", ".join(f"rank {rank} {text}" for _, rank, text in sorted(behind)[:NAMED])
     ending = f", and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
     return f"Behind: {named}{ending}"
 
 
-def name_silent(heartbeats: Heartbeats, *, time: float, silence: float) -> str:
+def name_silent(heartbeats: Heartbeats, *, moment: float, silence: float) -> str:
     """Describe the ranks without a heartbeat for ``silence`` seconds; empty if there is none."""
     silent = [
         f"rank {rank} {heartbeat.describe(silent=True)}"
         for rank, heartbeat in enumerate(heartbeats)
-        if heartbeat is not None and heartbeat.is_silent(time, silence)
+        if heartbeat is not None and heartbeat.is_silent(moment, silence)
     ]
     return "; ".join(silent[:NAMED])
 
 
-def _describe_lines(heartbeats: Heartbeats, *, time: float, silence: float) -> str:
+def _describe_lines(heartbeats: Heartbeats, *, moment: float, silence: float) -> str:
     """Name the source lines of stalled ranks; empty if a rank moves or all lines are equal."""
     lines: dict[str, list[int]] = {}
     for rank, heartbeat in enumerate(heartbeats):
-        if heartbeat and not heartbeat.is_stalled(time, silence):
+        if heartbeat and not heartbeat.is_stalled(moment, silence):
             return ""
         line = heartbeat.line if heartbeat else ""
         lines.setdefault(line, []).append(rank)

@@ -224,7 +224,7 @@ class Watchdog(BackgroundThread):
         if heartbeats is None:
             self._print(NO_ANSWER)
         elif heartbeats:
-            text = name_ranks_behind(heartbeats, time=time.time(), silence=self.silence)
+            text = name_ranks_behind(heartbeats, moment=time.time(), silence=self.silence)
             waiting = [
                 f"Under way on rank {rank}: {heartbeat.transfers}"
                 for rank, heartbeat in enumerate(heartbeats)
@@ -287,7 +287,7 @@ class Watchdog(BackgroundThread):
         )
         if heartbeats is None:
             return "the rendezvous store does not answer"
-        return text(heartbeats, now=time.time(), silence=silence)
+        return text(heartbeats, moment=time.time(), silence=silence)
 
 
 def name_silent_ranks() -> str:

@@ -1,4 +1,4 @@
-"""Sizes and layout of the running job, for its record: the defaults of ``--what-if``."""
+"""Sizes and layout of the running job, for its record: the defaults of ``what-if``."""
 
 from __future__ import annotations
 

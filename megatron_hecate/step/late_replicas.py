@@ -7,8 +7,6 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from megatron_hecate.megatron.forward_pass import ForwardPass
-from megatron_hecate.megatron.training_state import Forward
 from megatron_hecate.plan import Placement, add_late_replicas
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.step.layer_state import LayerState
@@ -23,10 +21,6 @@ class LateReplicas:
 
     def __init__(self, fetch: Callable[[LayerState], Replicas]) -> None:
         self._fetch = fetch
-
-    def are_expected(self, state: LayerState, running: ForwardPass) -> bool:
-        """Return whether the running forward of a layer may fetch late replicas."""
-        return state.current.expects_late and running.purpose is Forward.MICROBATCH
 
     def add(self, state: LayerState, loads: Tensor) -> Replicas | None:
         """Fetch more replicas of a layer if its true loads make further copies pay.

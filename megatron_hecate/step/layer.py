@@ -54,9 +54,10 @@ class FSSDPLayer:
         state = self.fssdp
         if captures_graph():
             return hidden
-        if state.is_begun:
+        running = state.running
+        if running is not None and not running.is_dispatched:
             # a replay has prepared the layer already, before the graph
-            if state.running.is_replayed:
+            if running.is_replayed:
                 return hidden
             # an earlier forward was aborted before its dispatch
             state.end_forward()
@@ -80,7 +81,7 @@ class FSSDPLayer:
         Idempotent within a forward.
         """
         state = self.fssdp
-        if state.is_begun:
+        if state.running is not None and not state.running.is_dispatched:
             return
         here.reach(state.name)
         purpose = Forward.running(self, gradients=self.prefetcher.gradients)
@@ -124,7 +125,7 @@ class FSSDPLayer:
         else:
             assert running is not None, f"{state.name}: a forward without begin"
             by_quotas = running.replicas is not None
-            late = self.prefetcher.late.are_expected(state, running)
+            late = state.current.expects_late and running.purpose is Forward.MICROBATCH
         if captured and state.always_physical and rerouter.placed is None:
             # graphs are warmed up and captured before the first iteration places replicas
             state.place(None)
@@ -176,10 +177,11 @@ class FSSDPLayer:
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
-        if not state.is_begun:
+        running = state.running
+        if running is None or running.is_dispatched:
             # a recomputation begins here if Megatron's graphs hold the router
             self.begin()
-        running = state.running
+            running = state.running
         # from here on, the next call of `begin` begins another forward
         running.is_dispatched = True
         if running.purpose is Forward.MICROBATCH:
@@ -240,8 +242,7 @@ class GraphedBlock:
         return super()._forward_attention(*args, **kwargs)
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
-        if self.mlp.fssdp.is_begun:
-            self.mlp.fssdp.end_forward()
+        self.mlp.fssdp.end_forward()
         args, kwargs = self._before_attention(args, kwargs)
         self.mlp.begin()
         self.mlp.fssdp.running.is_replayed = True

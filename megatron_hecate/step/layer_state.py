@@ -125,14 +125,8 @@ class LayerState(Uncopied):
             exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
         )
 
-    @property
-    def is_begun(self) -> bool:
-        """True if the running forward has its replicas and has not dispatched its tokens."""
-        return self.running is not None and not self.running.is_dispatched
-
     def begin_forward(self, running: ForwardPass) -> None:
         """Begin a forward, for which the homes may have been joined before the attention."""
-        assert not self.is_begun, f"{self.name}: a forward begins within another one"
         running.joined_homes, self.joined_homes = self.joined_homes, None
         self.running = self.parts.experts.running = running
 

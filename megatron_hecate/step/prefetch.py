@@ -136,7 +136,7 @@ class Prefetcher(Uncopied, StepEvents):
 
     def _break_off(self) -> None:
         for state in self.states:
-            if state.is_begun:
+            if state.running is not None:
                 state.end_forward()
 
     def before_attention(self, index: int, purpose: Forward) -> None:
@@ -246,14 +246,9 @@ class Prefetcher(Uncopied, StepEvents):
         current = state.current
         if current.is_prepared or not state.keeps_replicas:
             return current.is_prepared
-        return current.number == self.clock.iteration and self._has_current_weights(state)
-
-    def _has_current_weights(self, state: LayerState) -> bool:
-        """Return whether the layer has fetched in the present epoch of the weights."""
-        return state.current.fetched_epoch == self._epoch(state)
-
-    def _epoch(self, state: LayerState) -> int:
-        return self.clock.epochs[self.chunk_by_layer[state.index]]
+        clock = self.clock
+        epoch = clock.epochs[self.chunk_by_layer[state.index]]
+        return current.number == clock.iteration and current.fetched_epoch == epoch
 
     def _prepare(self, state: LayerState, *, is_alone: bool = False) -> None:
         """Begin to fetch the replicas of the layer's next microbatch.
@@ -275,13 +270,20 @@ class Prefetcher(Uncopied, StepEvents):
         is_first = current.fetched_epoch is None
         # Weights change between two passes of a microbatch only if its forward was aborted.
         is_later_pass = self.clock.is_within_microbatch(state.index)
-        if current.plan is not None and self._has_current_weights(state) and not is_later_pass:
+        chunk = self.chunk_by_layer[state.index]
+        epochs = self.clock.epochs
+        if (
+            not is_first
+            and not is_later_pass
+            and current.plan is not None
+            and current.fetched_epoch == epochs[chunk]
+        ):
             self.detector.note_writes(state)
-        is_current = self._has_current_weights(state)
+        is_current = current.fetched_epoch == epochs[chunk]
         if is_current and (state.keeps_replicas or is_later_pass):
             return
         if not is_current:
-            current.fetched_epoch = self._epoch(state)
+            current.fetched_epoch = epochs[chunk]
             state.renew_plan()
         if state.keeps_replicas and not is_first:
             if current.replicas is not None and current.plan is not None:

@@ -41,7 +41,7 @@ def test_who_is_behind_is_told_from_one_look() -> None:
 
     def named(changes: dict[int, Heartbeat | None]) -> list[int]:
         words = [changes.get(rank, word) for rank, word in enumerate(alive)]
-        text = name_ranks_behind(words, time=NOW, silence=SILENCE)
+        text = name_ranks_behind(words, moment=NOW, silence=SILENCE)
         return [int(rank) for rank in re.findall(r"rank (\d+) ", text)]
 
     assert named({}) == [], "all have come as far as their group"
@@ -56,7 +56,7 @@ def test_who_is_behind_is_told_from_one_look() -> None:
         4: _word(group=4, steps=7, posted=900.0, since=890.0),
     }
     assert named(stopped) == [4, 1], "who stopped first"
-    many = name_ranks_behind([_word(posted=0.0)] * 100, time=NOW, silence=SILENCE)
+    many = name_ranks_behind([_word(posted=0.0)] * 100, moment=NOW, silence=SILENCE)
     assert many.count("rank ") == 8 and many.endswith(", and 92 more")
 
 

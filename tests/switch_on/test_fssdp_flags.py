@@ -228,7 +228,7 @@ def test_speeds_are_searched_where_the_job_starts(
         json.dumps({**SIZE, "moe_fssdp_speeds": "fast.json"})
     )
     status, said = _check(path, capsys)
-    assert status == 2 and "speeds='fast.json' is no file; write it with" in said
+    assert status == 2 and "speeds='fast.json' must be the name of a file that" in said
     (speeds := tmp_path / "fast.json").write_text("{}")
     status, said = _check(path, capsys)
     assert status == 2 and "fast.json does not hold measured speeds (KeyError" in said

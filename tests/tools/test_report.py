@@ -388,7 +388,7 @@ def test_no_record_and_no_place_for_the_page(tmp_path: Path, capsys: pytest.Capt
     folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
     assert report.main([str(folder), "--out", str(tmp_path / "missing" / "page.html")]) == 2
     assert "missing" in capsys.readouterr().err
-    assert main(["--report", str(folder), "--out", str(tmp_path / "page.html")]) == 0, (
+    assert main(["report", str(folder), "--out", str(tmp_path / "page.html")]) == 0, (
         "by the command line, too"
     )
     assert (tmp_path / "page.html").exists() and not (folder / "report.html").exists()

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megatron_hecate.megatron.training_state import forwards_in_flight
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.tools.job_settings import JobSettings
 from megatron_hecate.tools.replay import Replay, Setup
@@ -273,26 +271,6 @@ def replay(folder: Path, layers: int, *, ep: int, pp: int = 1, vpp: int = 1) -> 
     flags = make_parser().parse_args(command)
     run = Run.read(flags.trace)
     return Replay.of(JobSettings.resolve(flags, run), run, steps=1)
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize(("stages", "chunks"), [(1, 1), (4, 1), (2, 2), (4, 3)])
-def test_microbatches_in_flight_are_those_of_training(
-    stages: int, chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With lifetime ``microbatch`` each has a buffer. Oracle: what layers of the first stage ask for in training."""
-    from megatron.core import parallel_state
-
-    monkeypatch.setattr(parallel_state, "get_pipeline_model_parallel_rank", lambda: 0)
-    config = SimpleNamespace(
-        pipeline_model_parallel_size=stages,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-    )
-    layers = stages * chunks + 1  # the first chunk of the first stage has one more
-    job = replay(tmp_path, layers, ep=2, pp=stages, vpp=chunks)
-    buffers = job.memory(Setup(slots=1, lifetime="microbatch")).replica_weights
-    of_layer = 2 * job.settings.model.expert_elements
-    assert buffers / of_layer == forwards_in_flight(config, [0, *range(chunks)])
 
 
 def test_memory_of_each_transport(tmp_path: Path) -> None:

@@ -46,9 +46,7 @@ def skewed(path: Path, *, hot: int, sources: int = 8) -> str:
 
 def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     plan = tmp_path / "plan.json"
-    assert (
-        main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE, "--save", str(plan)]) == 0
-    )
+    assert main(["what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE, "--save", str(plan)]) == 0
     text = capsys.readouterr().out
     assert "switch it on, --moe-fssdp-slots" in text and "do not" not in text
     assert (
@@ -68,9 +66,7 @@ def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, capsys: pytest.Capt
         way["seconds"] for way in ways if way["transport"] == "nvlink"
     )
 
-    assert (
-        main(["--what-if", skewed(tmp_path / "flat.npz", hot=1), *BASE, "--save", str(plan)]) == 0
-    )
+    assert main(["what-if", skewed(tmp_path / "flat.npz", hot=1), *BASE, "--save", str(plan)]) == 0
     assert "do not switch it on: 0.0% of a step to win (imbalance costs " in capsys.readouterr().out
     saved = json.loads(plan.read_text())
     assert saved["flags"] is saved["plan"] is None and saved["recommendation"].startswith(
@@ -91,7 +87,7 @@ def test_the_saved_plan_names_the_replicas(tmp_path: Path) -> None:
     assert (
         main(
             [
-                "--what-if",
+                "what-if",
                 skewed(tmp_path / "hot.npz", hot=30),
                 *BASE,
                 "--slots",
@@ -154,16 +150,14 @@ def test_a_measured_step_scales_the_rest_of_it(
     """The same skew is worth little where experts are a small part of the step, which lasts what the user says."""
     trace = skewed(tmp_path / "hot.npz", hot=30)
     plan = tmp_path / "plan.json"
-    assert (
-        main(["--what-if", trace, *BASE, *stages, "--step-ms", "60000", "--save", str(plan)]) == 0
-    )
+    assert main(["what-if", trace, *BASE, *stages, "--step-ms", "60000", "--save", str(plan)]) == 0
     assert json.loads(plan.read_text())["outcomes"][1]["seconds"] == pytest.approx(60.0, rel=1.5e-3)
     assert "do not switch it on" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     big = "deepseek-v3,experts=16,ffn=65536"
-    main(["--what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE[2:], "--model", big])
+    main(["what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE[2:], "--model", big])
     assert "stock itself does not fit: its experts take " in capsys.readouterr().out
 
 
@@ -196,7 +190,7 @@ def test_the_distributed_optimizer_shards_its_state(tmp_path: Path) -> None:
     parameters = 3 * 2048 * 1024 * 4 * 2  # of 4 layers with 2 of 16 experts on a rank
     for flags, shards in ([], 2), (["--no-distributed-optimizer"], 1):
         layout = ["--ranks", "16", "--ep", "8", *flags]
-        assert main(["--what-if", trace, *BASE, *layout, "--save", str(save)]) == 0
+        assert main(["what-if", trace, *BASE, *layout, "--save", str(save)]) == 0
         stock = json.loads(save.read_text())["outcomes"][1]
         assert stock["memory"]["optimizer"] == 12 * parameters // shards
 
@@ -214,7 +208,7 @@ def test_memory_decides_only_between_ways_that_are_worth_it() -> None:
 
 def test_one_rank_has_nothing_to_balance(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     trace = skewed(tmp_path / "hot.npz", hot=30)
-    main(["--what-if", trace, "--model", SMALL, "--cluster", "h200x8", "--ranks", "1"])
+    main(["what-if", trace, "--model", SMALL, "--cluster", "h200x8", "--ranks", "1"])
     assert (
         "do not switch it on: there are no slots, or experts are not spread over ranks"
         in capsys.readouterr().out
@@ -255,7 +249,7 @@ def test_a_record_knows_microbatches_tokens_and_step_time(
     sizes = LayerShape(2 * elements, 4 * elements, 4096, 2 * elements, microbatches=microbatches)
     shape = dataclasses.asdict(sizes)
     record(tmp_path / "run", monkeypatch, loads=loads, shape=shape)
-    command = ["--what-if", str(tmp_path / "run"), "--cluster", "h100x8", "--slots", "1"]
+    command = ["what-if", str(tmp_path / "run"), "--cluster", "h100x8", "--slots", "1"]
     command += ["--model", "olmoe,experts=16,layers=2,top_k=2"]
     said = ["--microbatches", "2", "--micro-batch", "1", "--seq", "2048", "--step-ms", "100000"]
     outcomes = []
@@ -284,7 +278,7 @@ def test_a_step_time_that_cannot_be_of_the_model_is_not_used(
     record(
         tmp_path / "run", monkeypatch, loads=loads, shape=dataclasses.asdict(LayerShape(1, 1, 1, 1))
     )
-    command = ["--what-if", str(tmp_path / "run"), "--cluster", "h100x8", "--slots", "1"]
+    command = ["what-if", str(tmp_path / "run"), "--cluster", "h100x8", "--slots", "1"]
     assert main([*command, "--model", "olmoe,experts=16,layers=2,top_k=2"]) == 0
     text = capsys.readouterr().out
     assert "stock step unknown" in text and "note: the record's step time is not used: " in text
@@ -294,7 +288,7 @@ def test_ranks_without_an_expert_parallel_size_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit):
-        main(["--what-if", skewed(tmp_path / "a.npz", hot=3), *BASE[:-4], "--ranks", "63"])
+        main(["what-if", skewed(tmp_path / "a.npz", hot=3), *BASE[:-4], "--ranks", "63"])
     assert "divides 63 ranks of a stage and 16 experts; take other --ranks, or --ep 1" in " ".join(
         capsys.readouterr().err.split()
     )
@@ -307,7 +301,7 @@ def test_a_run_folder_tells_ranks_and_what_is_guessed(
     loads = np.random.default_rng(0).integers(100, 5000, size=(6, 2, 16))
     record(tmp_path / "run", monkeypatch, loads=loads)
     command = [
-        "--what-if",
+        "what-if",
         str(tmp_path / "run"),
         "--model",
         SMALL,
@@ -362,7 +356,7 @@ def test_a_run_folder_tells_ranks_and_what_is_guessed(
         ),
         (["--late-replicas", "8"], "unrecognized arguments: --late-replicas 8"),
         (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--lifetime", "week"], "--lifetime week: there are iteration, microbatch, layer"),
+        (["--lifetime", "week"], "--lifetime week: there are iteration, layer"),
         (["--slots", "two"], "--slots takes numbers, as in 1,2,4, got 'two'"),
         (["--step-ms", "0.01"], "is less than experts and all-to-alls alone take"),
         (["--step-ms", "nan"], "--step-ms must be above 0 and finite, got nan"),
@@ -375,7 +369,7 @@ def test_errors_say_the_way_out(
     change: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["--what-if", skewed(tmp_path / "a.npz", hot=3), *BASE, *change])
+        main(["what-if", skewed(tmp_path / "a.npz", hot=3), *BASE, *change])
     error = " ".join(capsys.readouterr().err.split())
     assert stopped.value.code == 2 and message in error, error
 
@@ -388,7 +382,7 @@ def test_without_a_compiler_it_says_what_to_install(
     monkeypatch.setenv("MEGATRON_HECATE_CACHE", str(tmp_path / "cache"))
     launch._load_for_host.cache_clear()
     with pytest.raises(SystemExit):
-        main(["--what-if", trace, *BASE])
+        main(["what-if", trace, *BASE])
     assert "install g++" in " ".join(capsys.readouterr().err.split())
 
 
@@ -403,7 +397,7 @@ def test_the_parts_of_a_gain_are_those_of_steps_without_the_others(tmp_path: Pat
     found = {}
     for cluster in ("h100x8", str(free)):
         command = [*BASE, "--cluster", cluster, "--slots", "2", "--lifetime", "iteration"]
-        assert main(["--what-if", trace, *command, "--save", str(save)]) == 0
+        assert main(["what-if", trace, *command, "--save", str(save)]) == 0
         found[cluster] = json.loads(save.read_text())["outcomes"]
         forced, stock, *ways = found[cluster]
         for one in (forced, *ways):
@@ -427,7 +421,7 @@ def test_p2p_sends_every_copy_from_the_home(tmp_path: Path, capsys: pytest.Captu
     trace = skewed(tmp_path / "hot.npz", hot=30)
     # few tokens, whose attention hides little
     command = [*BASE, "--slots", "1", "--lifetime", "layer", "--seq", "512", "--save", str(save)]
-    assert main(["--what-if", trace, *command]) == 0
+    assert main(["what-if", trace, *command]) == 0
     nvlink, p2p = json.loads(save.read_text())["outcomes"][2:]
     assert (nvlink["transport"], p2p["transport"]) == ("nvlink", "p2p")
     assert p2p["exposed"] > 2 * nvlink["exposed"] > 0
@@ -440,7 +434,7 @@ def test_slots_that_stay_empty_are_not_recommended(
     """A rank has no home of 14 of 16 experts, and one hot expert needs one slot."""
     trace = skewed(tmp_path / "hot.npz", hot=1000)
     command = [*BASE, "--lifetime", "iteration", "--transport", "nvlink"]
-    assert main(["--what-if", trace, *command, "--slots", "1,200"]) == 0
+    assert main(["what-if", trace, *command, "--slots", "1,200"]) == 0
     text = capsys.readouterr().out
     slots = [int(count) for count in re.findall(r"^FSSDP, (\d+) slot", text, re.MULTILINE)]
     assert all(count < 14 for count in slots), text
@@ -472,7 +466,7 @@ def test_microbatches_that_differ_cost_more_than_their_sum(
     for name, peaks in (("summed", None), ("each", peak)):
         loads = every.sum(axis=2)
         record(tmp_path / name, monkeypatch, loads=loads, peaks=peaks, **info)
-        command = ["--what-if", str(tmp_path / name), "--slots", "1", "--transport", "nvlink"]
+        command = ["what-if", str(tmp_path / name), "--slots", "1", "--transport", "nvlink"]
         assert main([*command, "--lifetime", "iteration", "--save", str(save)]) == 0
         found[name] = json.loads(save.read_text())["outcomes"]
     # The first recorded step has no forecast and is not counted.
