@@ -23,13 +23,13 @@ LONGEST_COMPILED = 85
 BOXES = ("nvlink", "homes", "routes", "record")
 # Lines by area, at most: lowered with what is deleted, never raised.
 AREAS = {
-    "core": 17_666,
+    "core": 17_650,
     "box nvlink": 3_193,
     "box homes": 1_488,
     "box routes": 457,
     "box record": 3_178,
     "tools": 4_565,
-    "tests": 43_451,
+    "tests": 43_413,
     "bench": 7_933,
 }
 

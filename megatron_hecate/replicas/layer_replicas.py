@@ -20,7 +20,7 @@ from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import PendingGradients, release
 from megatron_hecate.replicas.bound_weights import BoundWeights
-from megatron_hecate.replicas.replica_state import ReplicaState, transition
+from megatron_hecate.replicas.replica_state import SUCCESSORS, ReplicaState
 from megatron_hecate.replicas.slots import ReplicaSlots
 
 
@@ -71,7 +71,10 @@ class Replicas:
         self.backwards = 0
 
     def _become(self, state: ReplicaState) -> None:
-        self.state = transition(self.state, state, self.label)
+        assert state in SUCCESSORS[self.state], (
+            f"{self.label}: replicas cannot go from {self.state.name} to {state.name}"
+        )
+        self.state = state
 
     @property
     def is_accumulating(self) -> bool:
@@ -257,7 +260,7 @@ class Replicas:
         if not self.slots.is_trained:
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        elif not self.is_accumulating:
+        elif self.state is not ReplicaState.ACCUMULATING:
             self._grad_buffer.begin_sums(from_zero=self.slots.experts.layout.fuses_any)
 
     def _take_gradients(
@@ -295,7 +298,7 @@ class Replicas:
             The gradients of the homes.
         """
         layout = self.slots.experts.layout
-        first = not self.is_accumulating
+        first = self.state is not ReplicaState.ACCUMULATING
         num_homes = len(pending.homes) * len(layout.shapes)
         for index, total in self._carried_sums():
             _add(total, grads[num_homes + index], first=first)

@@ -20,7 +20,8 @@ class ReplicaState(enum.Enum):
     RETURNING = enum.auto()
 
 
-_NEXT: dict[ReplicaState, frozenset[ReplicaState]] = {
+# Legal next states.
+SUCCESSORS: dict[ReplicaState, frozenset[ReplicaState]] = {
     # A buffer may hold the weights of an earlier microbatch with the same plan.
     ReplicaState.EMPTY: frozenset({ReplicaState.FETCHING, ReplicaState.HELD}),
     # Another fetch: weights have changed, late replicas come, or another layer took the buffer.
@@ -30,15 +31,3 @@ _NEXT: dict[ReplicaState, frozenset[ReplicaState]] = {
     ReplicaState.ACCUMULATING: frozenset({ReplicaState.RETURNING, ReplicaState.HELD}),
     ReplicaState.RETURNING: frozenset({ReplicaState.FETCHING, ReplicaState.ACCUMULATING}),
 }
-
-
-def transition(old: ReplicaState, new: ReplicaState, label: str) -> ReplicaState:
-    """Return ``new``, which must be a legal successor of ``old``.
-
-    Args:
-        old: state of a layer's replicas.
-        new: next state.
-        label: name of the layer.
-    """
-    assert new in _NEXT[old], f"{label}: replicas cannot go from {old.name} to {new.name}"
-    return new

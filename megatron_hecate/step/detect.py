@@ -56,7 +56,7 @@ class Detector:
         Returns:
             True if one of Megatron's schedules runs the forward.
         """
-        data_parallel = self.data_parallel
+        data_parallel = self._returns.data_parallel
         call = None if data_parallel is None else data_parallel.schedule_call(chunk)
         if call != self._calls[chunk] or (call is None and not self._clock.is_told):
             self._clock.weights_changed(chunk)

@@ -209,7 +209,8 @@ class FSSDPLayer:
     def combine(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
         is_traced = state.running.is_traced
-        state.end_forward()
+        # `end_forward`, without a call in each forward
+        state.running = state.parts.experts.running = None
         if not is_traced:
             return here.through(state.name, super().combine, *args, **kwargs)
         with trace.span("combine", state.name):

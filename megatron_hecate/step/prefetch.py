@@ -269,7 +269,7 @@ class Prefetcher(Uncopied, StepEvents):
         current.is_prepared = True
         is_first = current.fetched_epoch is None
         # Weights change between two passes of a microbatch only if its forward was aborted.
-        is_later_pass = self.clock.is_within_microbatch(state.index)
+        is_later_pass = state.parts.passes > 1 and self.clock.is_within_microbatch(state.index)
         chunk = self.chunk_by_layer[state.index]
         epochs = self.clock.epochs
         if (
@@ -349,6 +349,8 @@ class Prefetcher(Uncopied, StepEvents):
             state.abandon()
         self.monitor.finish_reduce()
         self.forecast = self.routes.begin_iteration(self.monitor.history.forecast())
+        if self.rehoming is not None:
+            self.rehoming.iteration_begins(iteration)
         self._trained.begin_iteration(self.monitor.num_frozen)
         if self.states[0].config.slots:
             self.buffers.pool()

@@ -106,9 +106,7 @@ def attach(
         prefetcher.returns.data_parallel = DataParallel(
             model.chunks, prefetcher.detector, undo, orders=config.slots > 0
         )
-        # experts move after the prefetcher has returned gradients to their homes
-        rehoming = [] if prefetcher.rehoming is None else [prefetcher.rehoming]
-        clock.listeners = [JobTimeout(), prefetcher.returns.data_parallel, prefetcher, *rehoming]
+        clock.listeners = [JobTimeout(), prefetcher.returns.data_parallel, prefetcher]
         for layer, state in zip(model.layers, states, strict=True):
             _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
             if (block := blocks.get(id(layer))) is not None:
