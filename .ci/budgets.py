@@ -23,7 +23,7 @@ LONGEST_COMPILED = 85
 BOXES = ("nvlink", "homes", "routes", "record")
 # Lines by area, at most: lowered with what is deleted, never raised.
 AREAS = {
-    "core": 17_650,
+    "core": 17_641,
     "box nvlink": 3_193,
     "box homes": 1_488,
     "box routes": 457,

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_hecate.megatron.data_parallel import DataParallel
 from megatron_hecate.megatron.global_hooks import listen_to_steps
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.gradient_returns import GradientReturns
@@ -44,11 +43,6 @@ class Detector:
         # Each optimizer that has stepped, by its id, with the last iteration that had begun.
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         listen_to_steps(self)
-
-    @property
-    def data_parallel(self) -> DataParallel | None:
-        """DDP around the model's chunks."""
-        return self._returns.data_parallel
 
     def forward_begins(self, chunk: int) -> bool:
         """Note that a training forward of a model chunk begins.
@@ -98,9 +92,10 @@ class Detector:
 
     def gradients_dropped(self) -> None:
         """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
-        if self.data_parallel is not None:
+        data_parallel = self._returns.data_parallel
+        if data_parallel is not None:
             # Set the function before the first schedule runs: the first iteration needs it, too.
-            self.data_parallel.set_no_sync_func()
+            data_parallel.set_no_sync_func()
         self._returns.drop()
         self._clock.end_iteration("DDP zeroed gradients")
 

@@ -272,14 +272,11 @@ class Prefetcher(Uncopied, StepEvents):
         is_later_pass = state.parts.passes > 1 and self.clock.is_within_microbatch(state.index)
         chunk = self.chunk_by_layer[state.index]
         epochs = self.clock.epochs
-        if (
-            not is_first
-            and not is_later_pass
-            and current.plan is not None
-            and current.fetched_epoch == epochs[chunk]
-        ):
-            self.detector.note_writes(state)
         is_current = current.fetched_epoch == epochs[chunk]
+        if is_current and not is_later_pass and current.plan is not None:
+            # begins another epoch if they were written
+            self.detector.note_writes(state)
+            is_current = current.fetched_epoch == epochs[chunk]
         if is_current and (state.keeps_replicas or is_later_pass):
             return
         if not is_current:
@@ -315,7 +312,6 @@ class Prefetcher(Uncopied, StepEvents):
             raise
         if not state.keeps_replicas:
             replicas.after_backward = state.finish_backward
-        if state.config.lifetime == "layer":
             replicas.before_backward = self._fetch_for_backward
         self.returns.live.add(replicas)
         replicas.start()
