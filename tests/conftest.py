@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import defaultdict
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 KEPT = Path(".pytest_cache", "seconds.json")
 _of_tests: dict[str, float] = defaultdict(float)
+# Ranks share a pipe. Their lines stay whole, since a buffered print is a single write.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 
 @pytest.fixture(scope="module")
