@@ -17,28 +17,26 @@ NO_ITERATION: int = -1
 
 @dataclasses.dataclass(slots=True, eq=False)
 class LayerIteration:
-    """Plan of one layer in one iteration, and the state of its execution.
+    """Placement of one layer in one iteration, and the transfers that bring it about.
 
     Args:
         placement: homes and replicas, late replicas included.
         planned: placement before late replicas.
-        number: iteration of the plan; `NO_ITERATION` forces a new plan.
-        plan: transfers of this rank that fetch the replicas; ``None`` without replicas.
+        number: iteration of the placement; `NO_ITERATION` forces a new one.
+        transfers: transfers of this rank that fetch the replicas; ``None`` without replicas.
         replicas: replicas of the next or running forward.
         fetched_epoch: epoch of the weights that were fetched last (`step.clock`); ``None`` before
             the first fetch.
         is_prepared: whether the replicas of the next forward are in flight.
-        expects_late: whether the next forward may fetch late replicas.
     """
 
     placement: Placement
     planned: Placement
     number: int = NO_ITERATION
-    plan: TransferPlan | None = None
+    transfers: TransferPlan | None = None
     replicas: Replicas | None = None
     fetched_epoch: int | None = None
     is_prepared: bool = False
-    expects_late: bool = False
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from megatron_hecate.plan import Placement, add_late_replicas
 from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.step.clock import Clock
+from megatron_hecate.step.layer_planner import LayerPlanner
 from megatron_hecate.step.layer_state import LayerState
 
 
@@ -17,10 +19,24 @@ class LateReplicas:
 
     Args:
         fetch: begins to fetch the planned replicas of a layer that has none yet.
+        planner: planner of the layers, which may have planned for true loads.
+        clock: clock of the model.
     """
 
-    def __init__(self, fetch: Callable[[LayerState], Replicas]) -> None:
+    def __init__(
+        self, fetch: Callable[[LayerState], Replicas], planner: LayerPlanner, clock: Clock
+    ) -> None:
         self._fetch = fetch
+        self._planner = planner
+        self._clock = clock
+
+    def are_due(self, state: LayerState) -> bool:
+        """Return whether the running forward is the first to compute with its layer's replicas."""
+        if self._planner.knows_loads(state.index):
+            return False
+        if state.keeps_replicas:
+            return self._clock.forwards(state.index) == 0
+        return not self._clock.is_within_microbatch(state.index)
 
     def add(self, state: LayerState, loads: Tensor) -> Replicas | None:
         """Fetch more replicas of a layer if its true loads make further copies pay.
@@ -35,14 +51,13 @@ class LateReplicas:
             The replicas of the running forward.
         """
         current = state.current
-        current.expects_late = False
         placement = _plan(state, loads)
         if placement is not current.placement:
             state.extend_placement(placement)
             if current.replicas is None:
                 current.replicas = self._fetch(state)
             else:
-                current.replicas.add_late(placement, state.plan)
+                current.replicas.add_late(placement, current.transfers)
         return current.replicas
 
 

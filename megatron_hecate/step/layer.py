@@ -125,7 +125,11 @@ class FSSDPLayer:
         else:
             assert running is not None, f"{state.name}: a forward without begin"
             by_quotas = running.replicas is not None
-            late = state.current.expects_late and running.purpose is Forward.MICROBATCH
+            late = (
+                state.config.late_replicas > 0
+                and running.purpose is Forward.MICROBATCH
+                and self.prefetcher.late.are_due(state)
+            )
         if captured and state.always_physical and rerouter.placed is None:
             # graphs are warmed up and captured before the first iteration places replicas
             state.place(None)

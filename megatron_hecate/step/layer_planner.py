@@ -10,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
+from megatron_hecate.plan import Placement
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
 from megatron_hecate.step.layer_state import LayerState
@@ -84,6 +85,10 @@ class LayerPlanner:
             if not self.is_paused:
                 self._unlogged_until = RemovableHandle.next_id
 
+    def knows_loads(self, index: int) -> bool:
+        """Return whether a layer needs no late replicas: planned for true loads, or without any."""
+        return self._routes.are_known[index] or self.is_paused
+
     def plan_from(self, index: int, forecast: np.ndarray | None, *, is_alone: bool = False) -> None:
         """Plan layer ``index`` and the next layers of its chunk, unless the layer is planned.
 
@@ -104,25 +109,19 @@ class LayerPlanner:
                 and state.current.number != iteration
             ):
                 with trace.span("plan", state.name):
-                    self._plan(state, forecast)
+                    state.set_placement(self._plan(state, forecast), iteration)
 
-    def _plan(self, state: LayerState, forecast: np.ndarray | None) -> None:
-        last_plan = state.homes if self.is_paused else None
-        if last_plan is None and self._clock.is_repeated:
-            last_plan = state.next_kept_plan()
-        if last_plan is not None:
-            state.set_plan(last_plan, self._clock.iteration)
-            state.plans.append(last_plan)
-            return
+    def _plan(self, state: LayerState, forecast: np.ndarray | None) -> Placement:
+        if self.is_paused:
+            return state.homes
+        if self._clock.is_repeated and state.last_planned is not None:
+            return state.last_planned
         layer_forecast, microbatches = self._routes.forecast(
             state, forecast, self._clock.microbatches or 1
         )
         if layer_forecast is None or not state.config.slots:
-            state.set_plan(state.homes, self._clock.iteration)
-            state.plans.append(state.homes)
-            return
+            return state.homes
         inputs = PlanInputs.of(state, layer_forecast, microbatches, self._meter)
-        plan = self.early.plan(state.index, inputs)
-        state.check_agreement(plan)
-        state.set_plan(plan, self._clock.iteration)
-        state.plans.append(plan)
+        placement = self.early.plan(state.index, inputs)
+        state.check_agreement(placement)
+        return placement

@@ -109,9 +109,8 @@ class LayerState(Uncopied):
         # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
         # a thread without the schedule's stack.
         self.in_schedule = True
-        # Plans of the running iteration and of the last one, in order.
-        self.plans: list[Placement] = []
-        self._last_plans: list[Placement] = []
+        # Placement planned in the last iteration, where homes are the same; ``None`` without one.
+        self.last_planned: Placement | None = None
         # Replicas of the microbatches whose backward has not run, one entry per pass, oldest first:
         # Megatron's schedules preserve the order.
         self._in_flight: deque[Replicas | None] = deque()
@@ -162,11 +161,6 @@ class LayerState(Uncopied):
     def planned(self) -> Placement:
         """Current homes and replicas, late replicas excluded."""
         return self.current.planned
-
-    @property
-    def plan(self) -> TransferPlan | None:
-        """Transfers that fetch this iteration's replicas; ``None`` without replicas."""
-        return self.current.plan
 
     @property
     def replicas(self) -> Replicas | None:
@@ -228,21 +222,21 @@ class LayerState(Uncopied):
                 placement.fingerprint, self.group, label=self.name, timeout=self.config.timeout
             )
 
-    def set_plan(self, placement: Placement, iteration: int) -> None:
-        """Set the replicas of a new iteration."""
+    def set_placement(self, placement: Placement, iteration: int) -> None:
+        """Set the placement of a new iteration."""
         self.current = LayerIteration(placement, placement, iteration, self._transfers(placement))
 
     def extend_placement(self, placement: Placement) -> None:
         """Change the running iteration's replicas to ``placement``, which has more of them."""
         self.current.placement = placement
-        self.current.plan = self._transfers(placement)
+        self.current.transfers = self._transfers(placement)
 
     def prepare_transfers(self, placement: Placement) -> None:
         """Prepare the transfers of ``placement``, a possible plan, in any thread."""
         if placement.num_replicas and self._slots is not None:
-            plan = TransferPlan.from_placement(placement, self.group.rank())
-            self.transport.prepare(plan, self._slots.sizes)
-            self._early = (placement, plan)
+            transfers = TransferPlan.from_placement(placement, self.group.rank())
+            self.transport.prepare(transfers, self._slots.sizes)
+            self._early = (placement, transfers)
 
     def _transfers(self, placement: Placement) -> TransferPlan | None:
         if not placement.num_replicas:
@@ -257,15 +251,14 @@ class LayerState(Uncopied):
         homes = chain.from_iterable(self.parts.experts.homes())
         return list(map(operator.attrgetter("_version"), homes))
 
-    def renew_plan(self) -> None:
-        """Replace the transfer plan by an equal one, so that replicas are fetched again.
+    def renew_transfers(self) -> None:
+        """Replace the transfers by equal ones, so that replicas are fetched again.
 
-        Buffers compare plans by identity: a buffer that was filled with the old plan is filled
-        again.
+        Buffers compare transfers by identity: a buffer that the old ones filled is filled again.
         """
         self.fetched_versions = self.versions()
-        if self.current.plan is not None:
-            self.current.plan = self.current.plan.renewed()
+        if self.current.transfers is not None:
+            self.current.transfers = self.current.transfers.renewed()
 
     def move_homes(self, homes: Placement) -> None:
         """Change the experts' homes, between two iterations.
@@ -274,10 +267,9 @@ class LayerState(Uncopied):
         """
         self.homes = homes
         self.always_physical = True
-        # Plans with the old homes cannot be repeated.
-        self._last_plans = []
-        self.plans = []
-        self.set_plan(homes, NO_ITERATION)
+        # A placement with the old homes cannot be repeated.
+        self.last_planned = None
+        self.set_placement(homes, NO_ITERATION)
 
     def replicas_of(self, purpose: Forward) -> Replicas | None:
         """Return the replicas of a forward.
@@ -319,11 +311,6 @@ class LayerState(Uncopied):
         """True if the backward of a microbatch with replicas of its own has not run."""
         return any(replicas is not None for replicas in self._in_flight)
 
-    def next_kept_plan(self) -> Placement | None:
-        """Return the plan of the last iteration at this point, if there was one."""
-        index = len(self.plans)
-        return self._last_plans[index] if index < len(self._last_plans) else None
-
     def skip_stock_backward(self) -> bool:
         """Return whether the oldest microbatch ran stock code, and forget it then.
 
@@ -349,12 +336,11 @@ class LayerState(Uncopied):
     def abandon(self) -> None:
         """Forget microbatches of an ended iteration whose backward has not run."""
         self._in_flight.clear()
-        self._last_plans = self.plans
-        self.plans = []
         if self._delays_wgrad:
             self.parts.experts.drop_delayed()
             self.parts.experts.unsettled = None
         last = self.current
+        self.last_planned = None if last.number == NO_ITERATION else last.planned
         self.current = LayerIteration(last.placement, last.planned)
         self.joined_homes = None
         self.end_forward()

@@ -106,7 +106,7 @@ class Prefetcher(Uncopied, StepEvents):
         self._planner = LayerPlanner(
             states, chunk_by_layer, clock=self.clock, routes=self.routes, meter=self.meter
         )
-        self.late = LateReplicas(self._fetch)
+        self.late = LateReplicas(self._fetch, self._planner, self.clock)
         self._has_fetched = False
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
         self.find_conflicts: Callable[[], list[str]] | None = list
@@ -169,8 +169,6 @@ class Prefetcher(Uncopied, StepEvents):
         """
         state = self.states[index]
         if purpose is Forward.OTHER:
-            # An aborted forward may have left the flag.
-            state.current.expects_late = False
             if torch.is_grad_enabled():
                 # A forward in `eval()` with gradients: its backward returns no gradients of
                 # replicas, and may be the last one before DDP reduces gradients.
@@ -273,7 +271,7 @@ class Prefetcher(Uncopied, StepEvents):
         chunk = self.chunk_by_layer[state.index]
         epochs = self.clock.epochs
         is_current = current.fetched_epoch == epochs[chunk]
-        if is_current and not is_later_pass and current.plan is not None:
+        if is_current and not is_later_pass and current.transfers is not None:
             # begins another epoch if they were written
             self.detector.note_writes(state)
             is_current = current.fetched_epoch == epochs[chunk]
@@ -281,17 +279,12 @@ class Prefetcher(Uncopied, StepEvents):
             return
         if not is_current:
             current.fetched_epoch = epochs[chunk]
-            state.renew_plan()
+            state.renew_transfers()
         if state.keeps_replicas and not is_first:
-            if current.replicas is not None and current.plan is not None:
-                current.replicas.refresh(current.plan)
+            if current.replicas is not None and current.transfers is not None:
+                current.replicas.refresh(current.transfers)
             return
-        current.expects_late = (
-            state.config.late_replicas > 0
-            and not self.routes.are_known[state.index]
-            and not self._planner.is_paused
-        )
-        current.replicas = None if current.plan is None else self._fetch(state)
+        current.replicas = None if current.transfers is None else self._fetch(state)
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for the whole iteration."""
@@ -300,7 +293,7 @@ class Prefetcher(Uncopied, StepEvents):
             replicas = Replicas(
                 state.slots_in(self.buffers.pool()),
                 state.placement,
-                state.plan,
+                state.current.transfers,
                 passes=state.parts.passes,
                 # Where layers share buffers, another layer's backward may run between two passes.
                 is_last=partial(self.returns.is_last, state) if state.keeps_replicas else None,

@@ -118,7 +118,7 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
             if state.replicas is None:
                 continue
             chunks_here = state.replicas.buffer.weights(state.replicas.slots.sizes)
-            for copy in state.plan.copies:
+            for copy in state.current.transfers.copies:
                 if copy.rank == state.group.rank():
                     stored, read = everywhere[copy.home][copy.index]
                     chunk = chunks_here[copy.slot]
