@@ -14,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -41,10 +40,10 @@ class PlanInputs:
     homes: Placement
     world: World
     cost: CopyCost
-    previous: Placement | None
+    previous: Placement
 
     @classmethod
-    def of(
+    def for_layer(
         cls, state: LayerState, forecast: np.ndarray, microbatches: int, meter: OverlapMeter
     ) -> PlanInputs:
         """Return the inputs for a layer in its current state.
@@ -75,18 +74,13 @@ class PlanInputs:
         )
 
 
-# Entry of a layer that the main thread plans itself.
-_TAKEN: tuple[None, None] = (None, None)
-
-
 class EarlyPlans:
     """Planning thread of one model, for one iteration at a time."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # By index of the layer: inputs and result of each plan that the thread has begun, or
-        # `_TAKEN`.
-        self._plans: dict[int, tuple[PlanInputs | None, Future[Placement] | None]] = {}
+        # Inputs and result of each layer's plan. Whoever is first plans a layer: the thread, which
+        # sets its future to running, or the main thread, which cancels it.
+        self._futures: list[Future[tuple[PlanInputs, Placement]]] = []
         self._thread: BackgroundThread | None = None
         Attempt.current().at_end(self.stop)
 
@@ -106,31 +100,41 @@ class EarlyPlans:
             microbatches: number of microbatches in this iteration.
         """
         self.stop()
-        # A new object, because a stopped thread may still use the old one.
-        self._plans = {}
-        history = monitor.history
-        # The main thread changes the original.
+        # A new list, because a stopped thread may still use the old one.
+        futures = self._futures = [Future() for _ in states]
+        # The main thread changes the originals.
         meter = copy.copy(meter)
+        history = monitor.history
         placed = [(state, state.homes, state.planned) for state in states]
-
-        def inputs(load: np.ndarray, measured: list[int]) -> Iterator[tuple[int, PlanInputs]]:
-            meter.agree(measured)
-            forecast = monitor.extend_early(history, load).forecast()
-            assert forecast is not None
-            for state, homes, previous in placed:
-                layer_forecast = forecast[state.index, : state.parts.homes_only.num_experts]
-                cost = state.copy_cost(microbatches, meter)
-                yield state.index, PlanInputs(layer_forecast, homes, state.world, cost, previous)
-
-        prepare = {state.index: state.prepare_transfers for state in states}
-        plans = self._plans
-        loads = monitor.peek()
+        peek = monitor.peek()
 
         def plan_all() -> None:
-            self._plan_all(plans, thread.stopping, loads, inputs, prepare)
+            while (sums := peek()) is None:
+                if thread.stopping.wait(PAUSE):
+                    return
+            load, measured = sums
+            meter.agree(measured)
+            forecast = monitor.extend_early(history, load).forecast()
+            for future, (state, homes, previous) in zip(futures, placed, strict=True):
+                if thread.stopping.is_set():
+                    return
+                if not future.set_running_or_notify_cancel():
+                    continue
+                try:
+                    layer_forecast = forecast[state.index, : homes.num_experts]
+                    cost = state.copy_cost(microbatches, meter)
+                    inputs = PlanInputs(layer_forecast, homes, state.world, cost, previous)
+                    placement = inputs.plan()
+                    future.set_result((inputs, placement))
+                except BaseException as error:
+                    # `plan` waits for the result.
+                    future.set_exception(error)
+                    continue
+                # An error is raised again where the layer fetches.
+                with contextlib.suppress(Exception):
+                    state.prepare_transfers(placement)
 
-        thread = BackgroundThread("plans", plan_all, patience=PATIENCE)
-        self._thread = thread
+        thread = self._thread = BackgroundThread("plans", plan_all, patience=PATIENCE)
         thread.start()
 
     def stop(self) -> None:
@@ -140,41 +144,11 @@ class EarlyPlans:
 
     def plan(self, index: int, inputs: PlanInputs) -> Placement:
         """Return the thread's plan of layer ``index`` if its inputs are equal, else a new plan."""
-        with self._lock:
-            guessed, future = self._plans.get(index, _TAKEN)
-            self._plans[index] = _TAKEN
-        if guessed is None or future is None or not guessed.equal(inputs):
-            return inputs.plan()
-        if future.exception() is not None:
-            # Plan again: an error that is not of the thread alone is then raised here.
-            return inputs.plan()
-        return future.result()
-
-    def _plan_all(
-        self,
-        plans: dict[int, tuple[PlanInputs | None, Future[Placement] | None]],
-        stopped: threading.Event,
-        loads: Callable[[], tuple[np.ndarray, list[int]] | None],
-        inputs: Callable[[np.ndarray, list[int]], Iterator[tuple[int, PlanInputs]]],
-        prepare: Mapping[int, Callable[[Placement], None]],
-    ) -> None:
-        while (arrived := loads()) is None:
-            if stopped.wait(PAUSE):
-                return
-        for index, layer_inputs in inputs(*arrived):
-            future: Future[Placement] = Future()
-            with self._lock:
-                if stopped.is_set():
-                    return
-                if index in plans:
-                    continue
-                plans[index] = layer_inputs, future
-            try:
-                future.set_result(layer_inputs.plan())
-            except BaseException as error:
-                # `plan` waits for the result.
-                future.set_exception(error)
-                continue
-            # An error is raised again where the layer fetches.
-            with contextlib.suppress(Exception):
-                prepare[index](future.result())
+        # After an error in the thread, plan again: one that is not of the thread alone is raised.
+        if self._futures:
+            future = self._futures[index]
+            if not future.cancel() and future.exception() is None:
+                guessed, placement = future.result()
+                if guessed.equal(inputs):
+                    return placement
+        return inputs.plan()

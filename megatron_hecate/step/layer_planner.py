@@ -121,7 +121,7 @@ class LayerPlanner:
         )
         if layer_forecast is None or not state.config.slots:
             return state.homes
-        inputs = PlanInputs.of(state, layer_forecast, microbatches, self._meter)
+        inputs = PlanInputs.for_layer(state, layer_forecast, microbatches, self._meter)
         placement = self.early.plan(state.index, inputs)
         state.check_agreement(placement)
         return placement

@@ -64,7 +64,10 @@ def test_steps_allocate_nothing_for_replicas(lifetime: str) -> None:
     alive = []
     for step in range(3, 5):
         theirs, made = count(stock, step), count(ours, step)
-        hosted = [0 if state.current.transfers is None else len(state.current.transfers.slots) for state in states]
+        hosted = [
+            0 if state.current.transfers is None else len(state.current.transfers.slots)
+            for state in states
+        ]
         gradients = case.accumulate * len(SHAPES) * sum(hosted)
         assert len(made) == len(theirs) + gradients, (
             lifetime,
