@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 from torch import Tensor
 
@@ -39,6 +40,17 @@ class LayerIteration:
     is_prepared: bool = False
 
 
+class Stage(enum.Enum):
+    """How far a forward of a layer has come."""
+
+    # Its replicas are chosen.
+    BEGUN = enum.auto()
+    # As before, and a graph replays parts of the forward, which began before the attention.
+    REPLAYED = enum.auto()
+    # Its tokens have been dispatched.
+    DISPATCHED = enum.auto()
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class ForwardPass:
     """One forward of one layer, from before its router until its combine.
@@ -49,8 +61,7 @@ class ForwardPass:
         is_traced: whether spans are recorded.
         joined_homes: pending gradients and the token that autograd sees, if homes were joined to
             their replicas before the attention.
-        is_dispatched: whether the tokens have been dispatched.
-        is_replayed: whether a graph holds parts of the forward, which began before the attention.
+        stage: how far it has come.
         is_counted: whether the load monitor's sums include its tokens.
         num_tokens: rows of the experts' input, one per token and chosen expert.
     """
@@ -59,7 +70,6 @@ class ForwardPass:
     replicas: Replicas | None
     is_traced: bool
     joined_homes: tuple[PendingGradients, Tensor] | None = None
-    is_dispatched: bool = False
-    is_replayed: bool = False
+    stage: Stage = Stage.BEGUN
     is_counted: bool = False
     num_tokens: int = 0

@@ -20,7 +20,7 @@ that autograd carries, such as gradients of biases, pass through `_Experts` one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import chain, compress
 from operator import attrgetter
 from typing import Any
@@ -53,11 +53,10 @@ class PendingGradients:
         # The buffer whose transfer delivers the gradients.
         self._buffer: Buffer | None = None
         self._sums: dict[int, Tensor] = {}
-        self._delayed = False
-        # True once autograd has reached `complete` before the delayed gradients were computed.
-        self._passed = False
-        self._taken: list[Tensor | None] | None = None
-        self._later: list[Tensor | None] | None = None
+        # Gradients of the homes, from the experts' backward or computed after it.
+        self._grads: list[Tensor | None] | None = None
+        # True once the backward has left the `_Homes` node without gradients.
+        self._is_late = False
 
     @classmethod
     def join_homes(
@@ -74,38 +73,35 @@ class PendingGradients:
         if not any(map(attrgetter("requires_grad"), leaves)):
             # Where all homes are frozen, a rank still returns gradients to other ranks.
             leaves.append(torch.empty(0, device=leaves[0].device, requires_grad=True))
-        return pending, _join_homes(pending._complete_taken, *leaves)
-
-    def take(self, grads: list[Tensor | None]) -> None:
-        """Store the gradients of the homes, a flat list, from the experts' backward."""
-        self._taken = grads
-
-    def _complete_taken(self) -> list[Tensor | None]:
-        gradients = self._taken
-        self._taken = None
-        if gradients is None:
-            gradients = [None] * (len(self.homes) * len(self.layout.shapes))
-        return self.complete(gradients)
+        return pending, _join_homes(pending._reach_homes, *leaves)
 
     def delay(self) -> None:
-        """Expect the gradients of the homes after the experts' backward, by `computed_later`."""
-        self._delayed = True
-        self._passed = False
+        """Begin a backward of the experts, whose gradients `take` gets after it."""
+        self._is_late = False
 
-    def computed_later(self, grads: Sequence[Tensor | None]) -> None:
-        """Store the delayed gradients of the homes."""
-        self._later = list(grads)
+    def take(self, grads: list[Tensor | None]) -> None:
+        """Store the gradients of the homes, a flat list."""
+        self._grads = grads
+
+    def _reach_homes(self) -> list[Tensor | None]:
+        """Complete the gradients in the backward of `_Homes`, unless they are computed later."""
+        grads = self._grads
+        self._grads = None
+        if grads is None:
+            self._is_late = True
+            return [None] * (len(self.homes) * len(self.layout.shapes))
+        return self.complete(grads)
 
     def settle(self) -> bool:
-        """Complete delayed gradients into ``.grad``.
+        """Complete gradients that were computed after the backward into ``.grad``.
 
         Returns:
-            False where autograd has not reached `complete` yet: then `complete` returns the
-            gradients and nothing is done here.
+            False if the backward has not reached the `_Homes` node yet, which then completes them.
         """
-        if not self._passed:
+        if not self._is_late or self._grads is None:
             return False
-        completed = self.complete([])
+        completed = self.complete(self._grads)
+        self._grads = None
         for p, grad in zip(chain.from_iterable(self.homes), completed, strict=True):
             if grad is not None:
                 p.grad = grad.to(p.dtype) if p.grad is None else p.grad + grad
@@ -222,12 +218,6 @@ class PendingGradients:
 
     def complete(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Wait for the sums and add each to its home's gradient in ``grads``, a flat list."""
-        if self._delayed:
-            if self._later is None:
-                self._passed = True
-                return grads
-            grads = self._later
-            self._later = None
         if self._buffer is not None:
             self._buffer.wait()
             self._buffer.abandon = None

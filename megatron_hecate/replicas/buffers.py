@@ -115,9 +115,8 @@ class Buffer:
         self.abandon: Callable[[], None] | None = None
         # Weights over this memory, by index of the layer.
         self.bound: dict[int, BoundWeights] = {}
-        # True if the memory is zero once `_to_zero` is zeroed and `_zeroed` has occurred.
-        self._is_zero = False
-        self._to_zero: Sequence[Tensor] = ()
+        # Memory that is not zero once `_zeroed` has occurred; ``None``: any.
+        self._nonzero: Sequence[Tensor] | None = None
         self._zeroed: torch.cuda.Event | None = None
 
     def chunks(self, layer: LayerBuffer, dtype: torch.dtype) -> list[Tensor]:
@@ -170,7 +169,7 @@ class Buffer:
         self._chunks.clear()
         self._parts.clear()
         self._memory = self._memory.new_empty(0)
-        self._to_zero = ()
+        self._nonzero = None
         self.holds = self.transfer = self.abandon = None
 
     def reset(self) -> None:
@@ -185,8 +184,7 @@ class Buffer:
             # The memory may be freed next.
             torch.cuda.current_stream().wait_event(self._zeroed)
             self._zeroed = None
-        self._is_zero = False
-        self._to_zero = ()
+        self._nonzero = None
 
     def begin_sums(self, *, from_zero: bool) -> None:
         """Prepare the buffer for the gradients of a new backward.
@@ -198,15 +196,12 @@ class Buffer:
         self.clear()
         if self._zeroed is not None:
             torch.cuda.current_stream().wait_event(self._zeroed)
-        if self._is_zero:
-            for part in self._to_zero:
+        if from_zero:
+            for part in (self._memory,) if self._nonzero is None else self._nonzero:
                 part.zero_()
-        if from_zero and not self._is_zero:
-            self._memory.zero_()
-        if from_zero and sys.flags.dev_mode:
-            assert not self._memory.any(), "gradients of an earlier backward are still there"
-        self._is_zero = False
-        self._to_zero = ()
+            if sys.flags.dev_mode:
+                assert not self._memory.any(), "gradients of an earlier backward are still there"
+        self._nonzero = None
         self._zeroed = None
 
     def zero_after_transfer(self, parts: Sequence[Tensor]) -> None:
@@ -215,11 +210,11 @@ class Buffer:
         Args:
             parts: all memory that was zero after `begin_sums` and has been written since.
         """
-        self._is_zero = True
         if not self._memory.is_cuda or has_one_queue():
             # In one hardware queue it would block all later work: `begin_sums` zeroes instead.
-            self._to_zero = parts
+            self._nonzero = parts
             return
+        self._nonzero = ()
         stream = transfer_stream(self._memory.device)
         with torch.cuda.stream(stream):
             for part in parts:

@@ -286,7 +286,7 @@ class Replicas:
     def _take_delayed(
         self, pending: PendingGradients, grads: list[Tensor | None]
     ) -> PendingGradients:
-        pending.computed_later(self._add_gradients(pending, grads))
+        pending.take(self._add_gradients(pending, grads))
         return pending
 
     def _add_gradients(

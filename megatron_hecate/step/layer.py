@@ -25,7 +25,7 @@ from torch.nn import Module
 
 from megatron_hecate import trace
 from megatron_hecate.faults.watchdog import here
-from megatron_hecate.megatron.forward_pass import ForwardPass
+from megatron_hecate.megatron.forward_pass import ForwardPass, Stage
 from megatron_hecate.megatron.training_state import Forward, captures_graph
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.step.prefetch import Prefetcher
@@ -55,9 +55,9 @@ class FSSDPLayer:
         if captures_graph():
             return hidden
         running = state.running
-        if running is not None and not running.is_dispatched:
+        if running is not None and running.stage is not Stage.DISPATCHED:
             # a replay has prepared the layer already, before the graph
-            if running.is_replayed:
+            if running.stage is Stage.REPLAYED:
                 return hidden
             # an earlier forward was aborted before its dispatch
             state.end_forward()
@@ -81,7 +81,7 @@ class FSSDPLayer:
         Idempotent within a forward.
         """
         state = self.fssdp
-        if state.running is not None and not state.running.is_dispatched:
+        if state.running is not None and state.running.stage is not Stage.DISPATCHED:
             return
         here.reach(state.name)
         purpose = Forward.running(self, gradients=self.prefetcher.gradients)
@@ -182,12 +182,12 @@ class FSSDPLayer:
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
         running = state.running
-        if running is None or running.is_dispatched:
+        if running is None or running.stage is Stage.DISPATCHED:
             # a recomputation begins here if Megatron's graphs hold the router
             self.begin()
             running = state.running
         # from here on, the next call of `begin` begins another forward
-        running.is_dispatched = True
+        running.stage = Stage.DISPATCHED
         if running.purpose is Forward.MICROBATCH:
             loads = None if running.is_counted else self.token_dispatcher.expert_loads
             self.prefetcher.dispatched(state.index, loads, running.replicas)
@@ -250,7 +250,7 @@ class GraphedBlock:
         self.mlp.fssdp.end_forward()
         args, kwargs = self._before_attention(args, kwargs)
         self.mlp.begin()
-        self.mlp.fssdp.running.is_replayed = True
+        self.mlp.fssdp.running.stage = Stage.REPLAYED
         return super()._te_cuda_graph_replay(*args, **kwargs)
 
     def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:

@@ -107,7 +107,6 @@ class Prefetcher(Uncopied, StepEvents):
             states, chunk_by_layer, clock=self.clock, routes=self.routes, meter=self.meter
         )
         self.late = LateReplicas(self._fetch, self._planner, self.clock)
-        self._has_fetched = False
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
         self.find_conflicts: Callable[[], list[str]] | None = list
 
@@ -288,7 +287,6 @@ class Prefetcher(Uncopied, StepEvents):
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for the whole iteration."""
-        self._has_fetched = True
         try:
             replicas = Replicas(
                 state.slots_in(self.buffers.pool()),
@@ -332,7 +330,7 @@ class Prefetcher(Uncopied, StepEvents):
             self.returns.begin_iteration(self.clock.microbatches)
         here.iteration = iteration
         self.buffers.begin_iteration(self.clock.ended_because)
-        if self._has_fetched:
+        if any(state.current.transfers is not None for state in self.states):
             self.meter.fetched()
         for state in self.states:
             state.abandon()
