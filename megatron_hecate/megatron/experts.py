@@ -326,8 +326,8 @@ class FSSDPExperts:
         physical.inside.check(replicas.label)
         hidden_states, weights = replicas.join(hidden_states, running.joined_homes)
         running.joined_homes = None
-        if physical.computes_with is not replicas.plan:
-            physical.compute_with(replicas.plan)
+        if physical.computes_with is not replicas.transfers:
+            physical.compute_with(replicas.transfers)
         if self.config.fine_grained_activation_offloading:
             # Offloading skips parameters only, and weights of replicas are no parameters. The
             # second attribute has the name of megatron-core 0.16.
@@ -340,7 +340,7 @@ class FSSDPExperts:
         output, *more_outputs = physical.compute(weights, *inputs, **kwargs)
         if physical.grouped is not None:
             physical.grouped.pass_over()
-        if replicas.after_backward is not None:
+        if not replicas.are_kept:
             # quantized copies must not outlive replicas that are dropped after their backward
             physical.drop_quantized(physical.num_homes)
         return replicas.computed_by(output), *more_outputs

@@ -19,13 +19,13 @@ from megatron_hecate.replicas.chunk_layout import ChunkLayout
 
 
 class BoundWeights:
-    """Weights of all physical experts for one plan: homes, then replicas in one buffer.
+    """Weights of all physical experts for one placement: homes, then replicas in one buffer.
 
     Weights are a flat list, parameter by parameter. Autograd adds nothing to the gradients of
     homes, which get the sums of their replicas first.
 
     Args:
-        plan: content of the buffer.
+        transfers: transfers that filled the buffer.
         homes: parameters of this rank's own experts, expert by expert.
         replicas: parameters of each slot.
         layout: layout of an expert's parameters in a chunk.
@@ -37,7 +37,7 @@ class BoundWeights:
 
     def __init__(
         self,
-        plan: TransferPlan,
+        transfers: TransferPlan,
         homes: list[list[Parameter]],
         replicas: list[list[Tensor]],
         *,
@@ -45,7 +45,7 @@ class BoundWeights:
         trained: Sequence[bool] | None,
         grads: Sequence[Tensor] | None,
     ) -> None:
-        self.plan = plan
+        self.transfers = transfers
         home_weights = list(chain.from_iterable(homes))
         # Of the homes, when the weights were bound.
         self.requires_grad = [p.requires_grad for p in home_weights]
@@ -76,7 +76,7 @@ class BoundWeights:
             # A fused grouped GEMM needs a gradient for every weight.
             is_computed = [True] * len(trained)
         elif layout.is_grouped:
-            for expert in (*range(len(homes)), *(len(homes) + slot for slot in plan.slots)):
+            for expert in (*range(len(homes)), *(len(homes) + slot for slot in transfers.slots)):
                 is_computed[expert * parts : (expert + 1) * parts] = [True] * parts
         self._passed = [
             index for index, is_fused in enumerate(fused) if is_computed[index] and not is_fused

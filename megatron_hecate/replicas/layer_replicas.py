@@ -20,7 +20,7 @@ from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import PendingGradients, release
 from megatron_hecate.replicas.bound_weights import BoundWeights
-from megatron_hecate.replicas.replica_state import SUCCESSORS, ReplicaState
+from megatron_hecate.replicas.replica_state import SUCCESSORS, BackwardEvents, ReplicaState
 from megatron_hecate.replicas.slots import ReplicaSlots
 
 
@@ -30,29 +30,21 @@ class Replicas:
     Args:
         slots: the layer's slots.
         placement: experts of each rank, with at least one replica on some rank.
-        plan: this rank's transfers of a fetch. A buffer identifies its content by the plan, so each
-            iteration makes a plan of its own.
+        transfers: this rank's transfers of a fetch. A buffer identifies its content by them, so
+            each iteration makes an object of its own.
         passes: passes of one microbatch through the layer.
-        is_last: predicate on the number of microbatches with a complete backward: True if the
-            running backward returns the gradients, which accumulate until then. A hint:
-            `return_waiting` returns the rest, and several returns add up. ``None``: each pass
-            returns its own.
+        events: listener to the backwards.
         meter: timer of the fetches, where it times copies.
     """
-
-    # Called before the experts' backward.
-    before_backward: Callable[[Replicas], None] | None = None
-    # Called when the replicas are not needed any more.
-    after_backward: Callable[[Replicas], None] | None = None
 
     def __init__(
         self,
         slots: ReplicaSlots,
         placement: Placement,
-        plan: TransferPlan,
+        transfers: TransferPlan,
         *,
+        events: BackwardEvents,
         passes: int = 1,
-        is_last: Callable[[int], bool] | None = None,
         meter: OverlapMeter | None = None,
     ) -> None:
         slots.check()
@@ -60,9 +52,11 @@ class Replicas:
         self.label = slots.label
         self.passes = passes
         self._passes_left = passes
-        self._is_last = is_last
+        self._events = events
+        # True if the replicas live for an iteration, and gradients of its microbatches add up.
+        self.are_kept = slots.pool.lifetime == "iteration"
         self.placement = placement
-        self.plan = plan
+        self.transfers = transfers
         self._meter = meter
         self.buffer = slots.pool.weights(slots.index)
         self._grad_buffer = slots.pool.grads(slots.index)
@@ -97,27 +91,27 @@ class Replicas:
         return pending
 
     def start(self) -> None:
-        """Begin to fetch the replicas, unless the buffer already holds this plan's."""
-        if self.buffer.holds is not self.plan:
-            self.buffer.hold(self.plan)
-            self._fetch(self.plan)
+        """Begin to fetch the replicas, unless the buffer holds them already."""
+        if self.buffer.holds is not self.transfers:
+            self.buffer.hold(self.transfers)
+            self._fetch(self.transfers)
 
-    def refresh(self, plan: TransferPlan) -> None:
-        """Begin to fetch the homes' current weights with ``plan``, an equal of the old plan.
+    def refresh(self, transfers: TransferPlan) -> None:
+        """Begin to fetch the homes' current weights with ``transfers``, equal to the old ones.
 
         Collective where gradients wait: they return first.
         """
         if self.is_accumulating:
             self.return_waiting().arrive()
-        self.plan = plan
+        self.transfers = transfers
         self.start()
 
-    def _fetch(self, plan: TransferPlan) -> None:
+    def _fetch(self, transfers: TransferPlan) -> None:
         slots = self.slots
         slots.experts.wait_for_values()
         timed = self._meter is not None and self._meter.times_copies
         self.buffer.transfer = slots.pool.transport.fetch(
-            plan,
+            transfers,
             slots.experts.stored(),
             self.buffer.weights(slots.sizes),
             label=self.label,
@@ -125,9 +119,11 @@ class Replicas:
         )
         self._become(ReplicaState.FETCHING)
         if self._meter is not None and timed:
-            self._meter.follow(self.buffer.transfer, max(len(plan.sends), len(plan.receives)))
+            self._meter.follow(
+                self.buffer.transfer, max(len(transfers.sends), len(transfers.receives))
+            )
 
-    def add_late(self, placement: Placement, plan: TransferPlan) -> None:
+    def add_late(self, placement: Placement, transfers: TransferPlan) -> None:
         """Change the placement and fetch the new replicas.
 
         Replicas in both placements keep their slots. Call it before any microbatch has computed
@@ -135,16 +131,16 @@ class Replicas:
 
         Args:
             placement: new placement.
-            plan: this rank's transfers for all replicas of ``placement``.
+            transfers: this rank's transfers for all replicas of ``placement``.
         """
         assert not self.backwards, f"{self.label}: replicas are replaced after a backward"
         self.start()
         self._wait_for_fetch()
-        earlier_plan = self.plan
-        self.plan = plan
+        earlier_transfers = self.transfers
+        self.transfers = transfers
         self.placement = placement
-        self.buffer.holds = plan
-        self._fetch(plan.without(earlier_plan))
+        self.buffer.holds = transfers
+        self._fetch(transfers.without(earlier_transfers))
 
     def wait(self) -> None:
         """Wait until the weights have arrived.
@@ -153,7 +149,7 @@ class Replicas:
             TransferError: if a peer dies or the transfer times out.
             RuntimeError: if the replicas were dropped.
         """
-        if self.buffer.holds is not self.plan:
+        if self.buffer.holds is not self.transfers:
             pool = self.slots.pool
             raise RuntimeError(
                 f"{self.label}: a backward needs replicas that were dropped (lifetime "
@@ -164,7 +160,7 @@ class Replicas:
         self._wait_for_fetch()
 
     def _wait_for_fetch(self) -> None:
-        # Another microbatch with the same plan may have begun the fetch.
+        # Another microbatch with the same transfers may have begun the fetch.
         self.buffer.wait()
         if self.state in (ReplicaState.EMPTY, ReplicaState.FETCHING):
             self._become(ReplicaState.HELD)
@@ -211,28 +207,28 @@ class Replicas:
         return bound.join(hidden, token, take)
 
     def _bound(self) -> BoundWeights:
-        """Return the weights, made once per plan.
+        """Return the weights, made once per object of transfers.
 
-        Homes are the same tensors, with the same values, as long as the plan is the same.
+        Homes are the same tensors, with the same values, as long as the object is the same.
         """
         slots = self.slots
         sizes = slots.sizes
         bound = self.buffer.bound.get(slots.index)
-        if bound is not None and bound.plan is self.plan:
+        if bound is not None and bound.transfers is self.transfers:
             return bound
         slots.experts.wait_for_values()
         is_trained = slots.is_trained
         bound = BoundWeights(
-            self.plan,
+            self.transfers,
             slots.experts.homes(),
             [slots.experts.weights_in(chunk) for chunk in self.buffer.new_weights(sizes)],
             layout=slots.experts.layout,
-            trained=slots.trained_weights(self.plan) if is_trained else None,
+            trained=slots.trained_weights(self.transfers) if is_trained else None,
             grads=self._grads() if slots.experts.layout.fuses_any and is_trained else None,
         )
         # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
         # where the buffer serves another microbatch next.
-        if self.after_backward is None or not sizes.stored_bytes:
+        if self.are_kept or not sizes.stored_bytes:
             self.buffer.bound[slots.index] = bound
         return bound
 
@@ -248,14 +244,14 @@ class Replicas:
 
     def _finish(self) -> None:
         self._passes_left -= 1
-        if not self._passes_left and self.after_backward is not None:
-            self.after_backward(self)
+        if not (self._passes_left or self.are_kept):
+            self._events.backward_ended(self)
 
     def _prepare_backward(self) -> None:
         # Delayed gradients that are still queued belong to a backward that failed.
         self.slots.experts.drop_delayed()
-        if self.before_backward is not None:
-            self.before_backward(self)
+        if not self.are_kept:
+            self._events.backward_begins(self)
         self.wait()
         if not self.slots.is_trained:
             # No gradient marks the end of the experts' backward.
@@ -310,7 +306,9 @@ class Replicas:
             self._become(ReplicaState.ACCUMULATING)
         self.backwards += 1
         microbatches, pass_index = divmod(self.backwards, self.passes)
-        if self._is_last is None or (not pass_index and self._is_last(microbatches)):
+        if not self.are_kept or (
+            not pass_index and self._events.is_last_backward(self, microbatches)
+        ):
             self._return_gradients(pending, self._grads())
             self._finish()
         return grads[:num_homes]
@@ -327,7 +325,7 @@ class Replicas:
             return
         # The buffer keeps the views: here they would keep the memory of a released buffer.
         sums = self._grad_buffer.parts(self.slots.sizes, self._sum_dtype, layout)
-        for slot in self.slots.returned(self.plan).slots:
+        for slot in self.slots.returned(self.transfers).slots:
             first = slot * len(layout.shapes)
             for index, (total, fused) in enumerate(
                 zip(sums[slot], layout.fused, strict=True), first
@@ -340,20 +338,20 @@ class Replicas:
         buffer = self._grad_buffer
         sizes = self.slots.sizes
         chunks = buffer.chunks(sizes, sizes.grad_dtype)
-        plan = self.slots.returned(self.plan)
+        transfers = self.slots.returned(self.transfers)
         if summed[0].dtype is not chunks[0].dtype:
             # bf16 sums grow to fp32 in the same memory: convert the last slot first.
-            for slot in reversed(plan.slots):
+            for slot in reversed(transfers.slots):
                 chunks[slot].copy_(summed[slot].clone())
-        pending.expect(plan.replicated, buffer)
+        pending.expect(transfers.replicated, buffer)
         buffer.transfer = self.slots.pool.transport.return_gradients(
-            plan, chunks, pending, label=self.label
+            transfers, chunks, pending, label=self.label
         )
         buffer.abandon = pending.abandon
         if self.slots.experts.layout.fuses_any:
-            written = [chunks[slot] for slot in plan.slots]
+            written = [chunks[slot] for slot in transfers.slots]
             if summed[0].dtype is not chunks[0].dtype:
-                written = [summed[slot] for slot in plan.slots] + written
+                written = [summed[slot] for slot in transfers.slots] + written
             buffer.zero_after_transfer(written)
 
 

@@ -1,8 +1,12 @@
-"""States of a layer's replicas, and the legal transitions between them."""
+"""States of a layer's replicas, the legal transitions, and what replicas tell of a backward."""
 
 from __future__ import annotations
 
 import enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from megatron_hecate.replicas.layer_replicas import Replicas
 
 
 class ReplicaState(enum.Enum):
@@ -31,3 +35,23 @@ SUCCESSORS: dict[ReplicaState, frozenset[ReplicaState]] = {
     ReplicaState.ACCUMULATING: frozenset({ReplicaState.RETURNING, ReplicaState.HELD}),
     ReplicaState.RETURNING: frozenset({ReplicaState.FETCHING, ReplicaState.ACCUMULATING}),
 }
+
+
+class BackwardEvents(Protocol):
+    """Listener to the backwards of a model's replicas; `step.prefetch.Prefetcher`."""
+
+    def backward_begins(self, replicas: Replicas) -> None:
+        """Prepare the backward of replicas that may have been dropped since their forward."""
+
+    def backward_ended(self, replicas: Replicas) -> None:
+        """Release replicas that serve one microbatch, after its last backward."""
+
+    def is_last_backward(self, replicas: Replicas, microbatches: int) -> bool:
+        """Return whether the running backward returns the gradients of all microbatches so far.
+
+        A hint: `Replicas.return_waiting` returns the rest, and several returns add up.
+
+        Args:
+            replicas: replicas that live for an iteration.
+            microbatches: number of microbatches with a complete backward.
+        """

@@ -85,7 +85,7 @@ class ReplicaSlots:
         trained = self.trained()
         return trained is None or trained.is_any_trained
 
-    def trained_weights(self, plan: TransferPlan) -> list[bool]:
+    def trained_weights(self, transfers: TransferPlan) -> list[bool]:
         """Return for each weight whether it gets gradients: homes, then slots, flat.
 
         Homes follow their parameters: an expert that was frozen after the ranks had agreed may
@@ -98,18 +98,18 @@ class ReplicaSlots:
             homes = apply_group_rule(np.reshape(homes, (-1, parts)), layout).ravel().tolist()
         trained = self.trained()
         slots = [[False] * parts] * self.sizes.slots
-        for slot in plan.slots:
+        for slot in transfers.slots:
             slots[slot] = [True] * parts
         if trained is not None:
-            for copy in plan.copies:
-                if copy.rank == plan.rank:
+            for copy in transfers.copies:
+                if copy.rank == transfers.rank:
                     slots[copy.slot] = trained.of_copy(copy)
         return homes + list(chain.from_iterable(slots))
 
-    def returned(self, plan: TransferPlan) -> TransferPlan:
-        """Return the part of ``plan`` that returns gradients."""
+    def returned(self, transfers: TransferPlan) -> TransferPlan:
+        """Return the part of ``transfers`` that returns gradients."""
         trained = self.trained()
-        return plan if trained is None else trained.returned(plan)
+        return transfers if trained is None else trained.returned(transfers)
 
     def check(self) -> None:
         """Check that all parameters have one dtype.

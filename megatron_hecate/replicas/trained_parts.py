@@ -77,11 +77,11 @@ class TrainedParts:
         """Return the flags of a replica's parameters."""
         return self.flags[copy.home, copy.index].tolist()
 
-    def returned(self, plan: TransferPlan) -> TransferPlan:
-        """Return the part of ``plan`` that returns gradients: replicas of trained experts."""
+    def returned(self, transfers: TransferPlan) -> TransferPlan:
+        """Return the part of ``transfers`` that returns gradients: replicas of trained experts."""
         is_returned = self.flags.any(axis=-1)
-        copies = (copy for copy in plan.copies if is_returned[copy.home, copy.index])
-        return TransferPlan(plan.rank, tuple(copies))
+        copies = (copy for copy in transfers.copies if is_returned[copy.home, copy.index])
+        return TransferPlan(transfers.rank, tuple(copies))
 
 
 def apply_group_rule(requires_grad: np.ndarray, layout: ChunkLayout) -> np.ndarray:

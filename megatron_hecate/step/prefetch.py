@@ -293,23 +293,25 @@ class Prefetcher(Uncopied, StepEvents):
                 state.placement,
                 state.current.transfers,
                 passes=state.parts.passes,
-                # Where layers share buffers, another layer's backward may run between two passes.
-                is_last=partial(self.returns.is_last, state) if state.keeps_replicas else None,
+                events=self,
                 meter=self.meter,
             )
         except RuntimeError:
             # A loop that catches the error begins a new iteration, with all buffers free.
             self.clock.end_iteration()
             raise
-        if not state.keeps_replicas:
-            replicas.after_backward = state.finish_backward
-            replicas.before_backward = self._fetch_for_backward
         self.returns.live.add(replicas)
         replicas.start()
         return replicas
 
-    def _fetch_for_backward(self, replicas: Replicas) -> None:
-        """Fetch dropped replicas again, and prefetch the previous layer's (lifetime ``layer``)."""
+    def is_last_backward(self, replicas: Replicas, microbatches: int) -> bool:
+        return self.returns.is_last(self.states[replicas.slots.index], microbatches)
+
+    def backward_ended(self, replicas: Replicas) -> None:
+        self.states[replicas.slots.index].finish_backward(replicas)
+
+    def backward_begins(self, replicas: Replicas) -> None:
+        """Fetch dropped replicas again, and prefetch the previous layer's."""
         replicas.start()
         previous = replicas.slots.index - 1
         if previous >= 0 and self.chunk_by_layer[previous] == self.chunk_by_layer[previous + 1]:

@@ -48,6 +48,22 @@ class _Experts:
     def drop_delayed(self) -> None: ...
 
 
+class _Events:
+    """Backwards as those of one iteration: gradients return where ``is_last``; dropped replicas are fetched again."""
+
+    def __init__(self, *, is_last: bool = False) -> None:
+        self.is_last = is_last
+
+    def backward_begins(self, replicas: Replicas) -> None:
+        replicas.start()
+
+    def backward_ended(self, replicas: Replicas) -> None:
+        pass
+
+    def is_last_backward(self, *_: Any) -> bool:
+        return self.is_last
+
+
 def _slots(
     homes: Sequence[list[Parameter]],
     lifetime: str,
@@ -74,7 +90,7 @@ def test_parameters_that_cannot_be_one_chunk() -> None:
     def start(*weights: Parameter) -> None:
         (slots,) = _slots([list(weights)], "iteration", SimpleNamespace())
         placement = Placement.initial(2, 1, num_slots=0)
-        Replicas(slots, placement, TransferPlan.from_placement(placement, 0))
+        Replicas(slots, placement, TransferPlan.from_placement(placement, 0), events=_Events())
 
     trained, half = Parameter(torch.ones(3)), Parameter(torch.ones(3, dtype=torch.bfloat16))
     frozen = Parameter(torch.ones(3), requires_grad=False)
@@ -101,7 +117,7 @@ def test_memory_of_an_aborted_iteration_is_freed() -> None:
     del part, memory_left, memory, buffer
     placement = Placement.initial(2, 2, num_slots=1).with_replicas([(0, 1), (1, 0)])
     plan = TransferPlan.from_placement(placement, dist.get_rank())
-    replicas = Replicas(slots, placement, plan, is_last=lambda _: False)
+    replicas = Replicas(slots, placement, plan, events=_Events())
     x, (home, replica) = replicas.join(torch.ones(3, 4))
     replicas.computed_by(x @ home @ replica).sum().backward()
     assert replicas.is_accumulating
@@ -141,18 +157,13 @@ def test_layers_of_different_size_share_buffers(lifetime: str) -> None:
         made = []
         for of_layer in slots:
             plan = TransferPlan.from_placement(placement, rank)
-            if lifetime == "iteration":
-                made.append(Replicas(of_layer, placement, plan, is_last=lambda _: last[0]))
-                continue
-            replicas = Replicas(of_layer, placement, plan)
-            replicas.before_backward = Replicas.start
-            made.append(replicas)
+            made.append(Replicas(of_layer, placement, plan, events=events))
         return made
 
-    last = [False]
+    events = _Events()
     replicas = make_replicas()
     for microbatch in range(microbatches):
-        last[0] = microbatch == microbatches - 1
+        events.is_last = microbatch == microbatches - 1
         if microbatch and lifetime != "iteration":
             replicas = make_replicas()
         x, to_first = tokens(rank, microbatch)
@@ -208,11 +219,11 @@ def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -
         for home in homes:
             home.main_grad = torch.zeros(4, 5, dtype=main_grad_type)
         with _BytesSetToZero() as counted:
-            last = [False]
+            events = _Events()
             plan = TransferPlan.from_placement(placement, rank)
-            replicas = Replicas(slots, placement, plan, is_last=lambda _: last[0])
+            replicas = Replicas(slots, placement, plan, events=events)
             for microbatch in range(microbatches):
-                last[0] = microbatch == microbatches - 1
+                events.is_last = microbatch == microbatches - 1
                 x = (
                     (torch.arange(8.0).view(2, 4) + rank + microbatch)
                     .to(main_grad_type)
@@ -256,7 +267,8 @@ def test_a_late_plan_may_take_a_replica_and_give_none() -> None:
     (slots,) = _slots([weights], "iteration")
     homes = Placement.initial(4, 2, num_slots=1)
     planned = homes.with_replicas([(2, 0), (0, 1)])
-    replicas = Replicas(slots, planned, TransferPlan.from_placement(planned, rank))
+    transfers = TransferPlan.from_placement(planned, rank)
+    replicas = Replicas(slots, planned, transfers, events=_Events(is_last=True))
     replicas.start()
     replicas.wait()
     (fetched,) = replicas.buffer.chunks(slots.sizes, torch.float32)
