@@ -14,7 +14,6 @@ from pathlib import Path
 import gpu
 import gpu_bundle
 import pytest
-import rows
 from gpu import Part
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,16 +94,6 @@ def test_the_page_hides_nothing(tmp_path: Path) -> None:
     assert _is_gone(int(pid.read_text())), "what the hanging part had started is still there"
 
 
-def test_the_whole_has_a_limit(tmp_path: Path) -> None:
-    parts = [
-        Part(name, "", _python("import time; time.sleep(60)"), 60) for name in ("first", "second")
-    ]
-    began = time.monotonic()
-    first, second = gpu.run_all(parts, gpu.Folder(tmp_path), minutes=2 / 60)
-    assert (first.how, second.how) == ("stopped", "not run") and time.monotonic() - began < 30
-    assert "**not run** the time for all parts was used up" in _pages(tmp_path)
-
-
 def test_nothing_is_lost_by_a_kill(tmp_path: Path) -> None:
     """Killed in the midst of a part: its rows so far are on the page, parts that did not run are named, nobody goes on
     to use the GPU. The next call with this folder goes on in its files."""
@@ -131,12 +120,6 @@ def test_nothing_is_lost_by_a_kill(tmp_path: Path) -> None:
     assert "| 2 |" in _pages(tmp_path) and "| later | passed |" in _pages(tmp_path)
 
 
-def test_a_row_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
-    file = tmp_path / "rows.jsonl"
-    file.write_text('{"part": "a", "table": "t", "row": {"x": 1}}\n{"part": "a", "table": "t", "ro')
-    assert [record["row"] for record in rows.read(file)] == [{"x": 1}]
-
-
 def test_without_a_gpu_nothing_is_done(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "bench" / "gpu.py"), "--out", str(tmp_path / "results")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -144,17 +127,6 @@ def test_without_a_gpu_nothing_is_done(tmp_path: Path) -> None:
     said = "There is no GPU that torch can use here, so nothing was run and nothing was written.\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", said)
     assert not (tmp_path / "results").exists()
-
-
-def test_parts_are_selected() -> None:
-    """By name and by the number of a command, in the order that is asked for."""
-    first = [part.name for part in gpu.COMMANDS["1"]]
-    assert [part.name for part in gpu.chosen("routing, 1")] == [
-        "routing",
-        *(n for n in first if n != "routing"),
-    ]
-    with pytest.raises(ValueError, match="no part quotas, rating; there are check, parity-layouts"):
-        gpu.chosen("quotas,rating,routing")
 
 
 def test_parts_are_of_this_checkout() -> None:

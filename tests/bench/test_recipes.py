@@ -18,6 +18,12 @@ pytestmark = pytest.mark.fast
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 RECIPES = json.loads((CHECKOUT / "tests" / "data" / "recipes.json").read_text())
+# Of jobs with the same settings one.
+DISTINCT = list(
+    {
+        json.dumps({**recipe, "name": "", "kind": ""}, sort_keys=True): recipe for recipe in RECIPES
+    }.values()
+)
 RESOLVED = json.loads((CHECKOUT / "tests" / "data" / "recipes_resolved_0.20.json").read_text())
 REFUSED: dict[str, Any] = {  # the values that stop a job; `...` is any
     "expert_model_parallel_size": (1,),
@@ -46,7 +52,7 @@ def bench() -> Any:
 
 
 def test_each_is_refused_for_what_stands_in_the_table(bench: Any) -> None:
-    for recipe in RECIPES:
+    for recipe in DISTINCT:
         stops = {name: values for name, values in REFUSED.items() if name in recipe}
         known = {name for name, values in stops.items() if values is ... or recipe[name] in values}
         if not recipe.get("use_transformer_engine_op_fuser"):
@@ -75,7 +81,7 @@ def test_megatron_itself_makes_settings_with_the_same_verdict(bench: Any) -> Non
     import megatron.core
 
     module = _module("resolve_recipes")
-    for recipe in RECIPES:
+    for recipe in DISTINCT:
         fields = module.resolved(recipe)
         assert bench.refused({**recipe, **fields}).keys() == bench.refused(recipe).keys(), (
             recipe["name"],
@@ -87,67 +93,26 @@ def test_megatron_itself_makes_settings_with_the_same_verdict(bench: Any) -> Non
             )
 
 
-def test_only_the_op_fuser_quantizes_over_grouped_tensors(bench: Any) -> None:
-    job = dict(expert_model_parallel_size=8, moe_use_grouped_tensor=True)
-    assert not bench.refused(job)
-    job |= dict(fp8="e4m3", fp8_recipe="mxfp8")
-    (line,) = bench.refused(job).values()
-    assert (
-        "with moe_use_grouped_tensor=True: " in line
-        and "set model.moe_use_grouped_tensor=false" in line
-    )
-    assert not bench.refused({**job, "use_transformer_engine_op_fuser": True})
-    for other in (dict(fp8=None, fp4="e2m1"), dict(fp8=None, quant_recipe="recipes.yaml")):
-        assert bench.refused({**job, **other}).keys() == {"moe_use_grouped_tensor"}
-    one_weight = dict(use_transformer_engine_op_fuser=True, moe_single_grouped_weight=True)
-    assert bench.refused({**job, **one_weight}).keys() == {"moe_single_grouped_weight"}
-
-
-def test_the_overrides_that_are_named_switch_it_on(
-    bench: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And Megatron's own rules still accept the settings."""
-    from megatron.core.transformer import transformer_config
-
-    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
-    for recipe in RECIPES:
+@pytest.mark.newest
+def test_the_overrides_that_are_named_switch_it_on(bench: Any) -> None:
+    """And Megatron's own rules still accept the settings, if they accept those of the recipe."""
+    resolve = _module("resolve_recipes")
+    for recipe in DISTINCT:
         changed = dict(recipe)
         for line in bench.refused(recipe).values():
             overrides = re.findall(r"(?:set|and) \w+\.(\w+)=(\S+)", line)
             assert overrides, line
-            changed |= {
-                name: value if value == "none" else json.loads(value) for name, value in overrides
-            }
+            values = (
+                (name, value if value == "none" else json.loads(value)) for name, value in overrides
+            )
+            changed |= dict(values)
         assert not bench.refused(changed), recipe["name"]
         if recipe != changed:
-            _configure(transformer_config.TransformerConfig, recipe, changed)
-
-
-def _configure(config_class: type, recipe: dict[str, Any], changed: dict[str, Any]) -> None:
-    """A ``TransformerConfig`` takes these settings, or did not take those before the overrides either."""
-
-    def build(settings: dict[str, Any]) -> None:
-        known = {
-            k: v
-            for k, v in settings.items()
-            if k in config_class.__dataclass_fields__ and k != "quant_recipe"
-        }
-        size = dict(
-            num_layers=8,
-            hidden_size=64,
-            num_attention_heads=4,
-            num_moe_experts=128,
-            moe_ffn_hidden_size=64,
-        )
-        config_class(
-            **{**size, "moe_grouped_gemm": True, "add_bias_linear": False, "bf16": True, **known}
-        )
-
-    try:
-        build(recipe)
-    except (AssertionError, ValueError):
-        return
-    build(changed)
+            try:
+                resolve.build(recipe)
+            except (AssertionError, ValueError):
+                continue
+            resolve.build(changed)
 
 
 def test_the_page_is_current(bench: Any) -> None:
