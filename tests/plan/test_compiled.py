@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import stat
 import subprocess
 import sys
@@ -42,14 +41,6 @@ def read_only(folder: Path) -> Iterator[None]:
 SMALL = """
 def add(a, b):
     return a + 2 * b
-"""
-
-PLAN = """
-import numpy as np
-from megatron_hecate.plan import CopyCost, Placement, World, add_late_replicas
-homes = Placement.initial(4, 2, num_slots=1)
-late = add_late_replicas(np.array([90, 10, 5, 5]), homes, World((0, 0)), cost=CopyCost(), most=1, across_nodes=False)
-print(late.num_replicas)
 """
 
 
@@ -114,28 +105,24 @@ def test_where_the_folder_is(cache_of: CodeCache, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.fast
-def test_users_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As numeric users of containers are: functions compile in each process, with a warning."""
-    _warn_once.cache_clear()
-    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+@pytest.mark.parametrize("reason", ["no home", "no folder"])
+def test_without_a_folder_each_process_compiles_and_is_told_once(
+    reason: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As numeric users of containers, who have no home and so no turns to take."""
+    if reason == "no folder":
+        cache.write_text("a file")
+    else:
+        for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     monkeypatch.chdir(tmp_path)
     add = _add_of(tmp_path / "one")
-    with pytest.warns(UserWarning, match=r"compiles the planner again.*home"):
-        assert add(1, 2) == 5
-    assert [path.name for path in tmp_path.iterdir()] == ["one"], "nothing is kept elsewhere"
-
-
-@pytest.mark.fast
-def test_a_folder_that_cannot_be_made_is_said_once(cache: Path, tmp_path: Path) -> None:
-    cache.write_text("a file")
-    add = _add_of(tmp_path / "one")
-    with pytest.warns(
-        UserWarning, match=r"compiles the planner again.*name another folder in \$NUMBA_CACHE_DIR"
-    ) as said:
+    with pytest.warns(UserWarning, match="compiles the planner again") as said, in_turn(str):
         assert add(1, 2) == 5 and add(1.5, 2.0) == 5.5
     assert len(said) == 1
+    left = {path.name for path in tmp_path.iterdir()} - {cache.name}
+    assert left == {"one"}, "nothing is kept elsewhere"
 
 
 @pytest.mark.fast
@@ -164,25 +151,6 @@ def test_a_filled_folder_that_cannot_be_written_is_read(cache: Path, tmp_path: P
     assert len(said) == 1 and len(list(cache.iterdir())) == 1
 
 
-@pytest.mark.fast
-def test_code_of_another_processor_is_not_run(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code = "import sys; sys.path[:0] = sys.argv[1:]; import small; "
-    code += (
-        "from megatron_hecate.plan.compiled import compiled; assert compiled(small.add)(1, 2) == 5"
-    )
-    _add_of(tmp_path / "one")
-    root = str(Path(megatron_hecate.__file__).parents[1])
-    counts = []
-    for processor in ("generic", "x86-64-v2", "generic"):
-        monkeypatch.setenv("NUMBA_CPU_NAME", processor)
-        command = [sys.executable, "-c", code, root, str(tmp_path / "one")]
-        subprocess.run(command, check=True, timeout=120)
-        counts.append(len(list(cache.iterdir())))
-    assert counts == [1, 2, 2]
-
-
 COUNTING = """
 import sys, time
 sys.path[:0] = sys.argv[1:]
@@ -196,58 +164,32 @@ print(sum(add.dispatcher.stats.cache_misses.values()))
 """
 
 
-@pytest.mark.fast
+def _counting(checkout: Path) -> list[str]:
+    """Return the command of a process that calls four signatures, and prints how many it compiled."""
+    _add_of(checkout)
+    root = str(Path(megatron_hecate.__file__).parents[1])
+    return [sys.executable, "-c", COUNTING, root, str(checkout)]
+
+
+def test_code_of_another_processor_is_not_run(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts = []
+    for processor in ("generic", "x86-64-v2", "generic"):
+        monkeypatch.setenv("NUMBA_CPU_NAME", processor)
+        subprocess.run(_counting(tmp_path / "one"), check=True, timeout=120)
+        counts.append(len(list(cache.iterdir())))
+    assert counts == [4, 8, 8]
+
+
 def test_one_process_of_a_machine_compiles(cache: Path, tmp_path: Path) -> None:
     """Ranks that start together compile each signature once, in sum."""
-    _add_of(tmp_path / "one")
-    root = str(Path(megatron_hecate.__file__).parents[1])
-    command = [sys.executable, "-c", COUNTING, root, str(tmp_path / "one")]
-    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
+    command = _counting(tmp_path / "one")
+    ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]
     said = [rank.communicate(timeout=120)[0].split() for rank in ranks]
-    assert sorted(int(words[-1]) for words in said) == [0, 0, 0, 4]
+    assert sorted(int(words[-1]) for words in said) == [0, 0, 4]
     later = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    assert "compiling" in [*said[0], *said[1], *said[2], *said[3]] and later.stdout == "0\n"
-
-
-@pytest.mark.fast
-def test_many_processes_may_fill_it_at_once(cache: Path, tmp_path: Path) -> None:
-    """Ranks that compile the same signatures in another order: a file holds what its name says."""
-    code = (
-        "import sys; sys.path[:0] = sys.argv[1:3]; import small; from megatron_hecate.plan.compiled import compiled\n"
-        "add = compiled(small.add); calls = [((1, 2), 5), ((1.5, 2.0), 5.5), ((1, 2.5), 6.0)]\n"
-        "for args, right in calls[int(sys.argv[3]):] + calls[:int(sys.argv[3])]: assert add(*args) == right, args"
-    )
-    _add_of(tmp_path / "one")
-    root = str(Path(megatron_hecate.__file__).parents[1])
-    for _ in range(2):
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", code, root, str(tmp_path / "one"), str(n)])
-            for n in range(3)
-        ]
-        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0, 0]
-        assert len(list(cache.iterdir())) == 3
-
-
-@pytest.mark.slow
-def test_a_change_in_a_file_that_is_called_is_seen(tmp_path: Path) -> None:
-    shutil.copytree(Path(megatron_hecate.__file__).parent, tmp_path / "megatron_hecate")
-    settings = os.environ | {
-        "PYTHONPATH": str(tmp_path),
-        "NUMBA_CACHE_DIR": str(tmp_path / "cache"),
-    }
-
-    def plan() -> str:
-        command = [sys.executable, "-c", PLAN]
-        return subprocess.run(
-            command, env=settings, cwd=tmp_path, check=True, capture_output=True, text=True
-        ).stdout
-
-    assert plan() == "1\n"
-    called = tmp_path / "megatron_hecate" / "plan" / "maxflow.py"
-    line = "    blocked = _augment(begin, rank, share, load, mean + slack, True)\n"
-    assert called.read_text().count(line) == 1
-    called.write_text(called.read_text().replace(line, f"{line}    load -= load\n"))
-    assert plan() == "0\n", "the old code ran"
+    assert any("compiling" in words for words in said) and later.stdout == "0\n"
 
 
 @pytest.mark.fast
@@ -272,13 +214,3 @@ else:
     root = str(Path(megatron_hecate.__file__).parents[1])
     settings = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), root])}
     subprocess.run([sys.executable, "-c", code], env=settings, check=True, timeout=120)
-
-
-@pytest.mark.fast
-def test_users_without_a_home_switch_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They have no folder to share, and take no turns."""
-    for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
-    with in_turn(lambda: None):
-        assert _add_of(tmp_path / "one")(1, 2) == 5

@@ -81,7 +81,7 @@ def nodes(num_ranks: int) -> World:
 @pytest.mark.parametrize("copies", ["free", "nvlink", "p2p"])
 @pytest.mark.parametrize(
     ("num_experts", "num_ranks"),
-    [(129, 129), (320, 160), (80, 160), (224, 224), (512, 256), (256, 256), (128, 256)],
+    [(129, 129), (80, 160), (512, 256), (128, 256)],
 )
 def test_known_loads_leave_ranks_even(num_experts: int, num_ranks: int, copies: str) -> None:
     world, homes, found = nodes(num_ranks), homes_of(num_experts, num_ranks), []
@@ -122,7 +122,7 @@ def test_tokens_reach_the_replicas(copies: str) -> None:
     assert planned < 0.5 * unplanned
 
 
-@pytest.mark.parametrize("num_ranks", [128, 136, 192, 256])
+@pytest.mark.parametrize("num_ranks", [128, 192])
 @pytest.mark.parametrize("price_of_one", [0.02, 0.2, 0.5])
 def test_dear_copies_are_few(num_ranks: int, price_of_one: float) -> None:
     """One expert with an eighth of all tokens, whose home sends its copies one by one: the fewer, the dearer they are.

@@ -22,7 +22,7 @@ def late(load: np.ndarray, placement: Placement, world: World, **given: float) -
     )
 
 
-@seeds(120)
+@seeds(50)
 def test_late_replicas_win_more_than_they_cost(seed: int) -> None:
     rng = np.random.default_rng(seed)
     before = some_replicas(rng, some_homes(rng))
@@ -86,14 +86,6 @@ def test_across_nodes_only_where_allowed_and_paid() -> None:
     assert inside.replicas == ((0, 1, 1),) and largest_load(HOT, inside) == 250
     assert late(HOT, HOMES, TWO_NODES, far=1.0).holders[0, 2:].any()
     assert not late(HOT, HOMES, TWO_NODES, far=1000.0).holders[0, 2:].any()
-
-
-def test_many_ranks_after_a_jump() -> None:
-    rng = np.random.default_rng(0)
-    homes = Placement.initial(64, 32, num_slots=1)
-    load = np.sort(rng.pareto(1.5, 64) * 1000).astype(np.int64)
-    after = late(load, homes, World(tuple(r // 8 for r in range(32))), most=32)
-    assert largest_load(load, after) < 0.6 * largest_load(load, homes)
 
 
 @pytest.mark.parametrize(

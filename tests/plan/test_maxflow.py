@@ -13,7 +13,7 @@ from megatron_hecate.plan.maxflow import balance, rebalance
 pytestmark = pytest.mark.fast
 
 
-@seeds(150)
+@seeds(60)
 def test_as_a_library_finds_it(seed: int) -> None:
     rng = np.random.default_rng(seed)
     placement = some_replicas(rng, some_homes(rng))
@@ -21,7 +21,7 @@ def test_as_a_library_finds_it(seed: int) -> None:
     assert largest_load(load, placement) == least_largest(load, placement)
 
 
-@seeds(80)
+@seeds(40)
 def test_a_replica_that_comes_changes_what_a_library_finds(seed: int) -> None:
     """In an empty slot, or over another replica: as when everything is balanced anew, and tokens stay whole."""
     rng = np.random.default_rng(seed)
@@ -59,12 +59,6 @@ def test_tokens_run_down_a_chain(num_ranks: int) -> None:
     assert largest_load(load, chain(num_ranks)) == max(
         -(-total // num_ranks), -(-int(load[0]) // 2)
     )
-
-
-def test_without_replicas_it_is_the_fullest_home() -> None:
-    homes = Placement.initial(6, 3, num_slots=1)
-    assert largest_load(np.array([1, 2, 30, 4, 5, 6]), homes) == 34
-    assert largest_load(np.zeros(6, np.int32), homes) == 0
 
 
 def test_counts_beyond_32_bits_are_exact() -> None:

@@ -1,7 +1,8 @@
 """Worlds, measured speeds and placements against tables worked out by hand.
 
-Oracle: what a reader of the docstrings would write down. If ranks of one machine were taken apart, a damaged file of
-speeds were used, a slot were given twice or a home moved, these fail.
+Oracle: what a reader of the docstrings would write down; of the checker, placements that are wrong in one known way. If
+ranks of one machine were taken apart, a damaged file of speeds were used, a slot were given twice or a home moved, these
+fail.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,94 +17,36 @@ import pytest
 from megatron_hecate.plan import CPU, H100, Link, Placement, Speeds, World
 
 pytestmark = pytest.mark.fast
-
-# Three ranks, homes 0 / 3 / 1, as when homes have moved
-UNEVEN_HOME = [1, 1, 2, 1]
-UNEVEN_TABLE = [[-1, -1, -1, -1], [0, 1, 3, -1], [2, -1, -1, -1]]
+INF, NAN = float("inf"), float("nan")
 
 
-def _uneven() -> Placement:
-    return Placement(home=np.array(UNEVEN_HOME), table=np.array(UNEVEN_TABLE))
-
-
-# world
-
-
-@pytest.mark.parametrize(
-    ("names", "node"),
-    [
-        (["a"] * 4 + ["b"] * 4, (0, 0, 0, 0, 1, 1, 1, 1)),
-        (["b", "a", "b"], (0, 1, 0)),
-        (["x"], (0,)),
-    ],
-)
-def test_ranks_of_one_machine_share_a_node(names: list[str], node: tuple[int, ...]) -> None:
-    world = World.from_names(names)
-    assert world.node == node
-    assert world.num_ranks == len(node)
-
-
-def test_a_world_has_at_least_one_rank() -> None:
+def test_ranks_of_one_machine_share_a_node() -> None:
+    assert World.from_names(["a"] * 4 + ["b"] * 4).node == (0, 0, 0, 0, 1, 1, 1, 1)
+    assert World.from_names(["b", "a", "b"]).node == (0, 1, 0)
+    assert World.from_names(["x"], CPU).speeds == CPU and World((0, 0)).speeds == H100
+    scattered = World(node=(7, -2, 7, 0, -2))
+    assert scattered.num_nodes == 3 and scattered.node_index.tolist() == [2, 0, 2, 1, 0]
     with pytest.raises(ValueError, match=r"node=\(\)"):
         World.from_names([])
 
 
-def test_a_world_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        World((0, 0)).node = (0, 1)
-
-
-# speeds
-
-
-def test_a_world_is_an_h100s_unless_told_otherwise() -> None:
-    assert World(node=(0, 0)).speeds == H100
-    assert World.from_names(["a", "b"], CPU).speeds == CPU
-
-
-def test_ranks_in_the_order_of_their_nodes() -> None:
-    world = World(node=(7, -2, 7, 0, -2))
-    assert world.num_nodes == 3
-    assert world.node_index.tolist() == [2, 0, 2, 1, 0]
-
-
 @pytest.mark.parametrize(
-    ("bandwidth", "latency", "message"),
+    ("name", "values", "message"),
     [
-        (0.0, 0.0, "bandwidth=0.0 bytes/s must be finite, from 1e-09"),
-        (-1.0, 0.0, "bandwidth=-1.0 bytes/s"),
-        (float("nan"), 0.0, "bandwidth=nan bytes/s"),
-        (float("inf"), 0.0, "bandwidth=inf bytes/s"),
-        (1.0, -1e-9, "latency=-1e-09 s must be finite, from 0"),
-        (1.0, float("nan"), "latency=nan s"),
-        (1.0, float("inf"), "latency=inf s"),
+        ("bandwidth", (0.0, -1.0, NAN, INF), "{} bytes/s must be finite, from 1e-09"),
+        ("latency", (-1e-9, NAN, INF), "{} s must be finite, from 0"),
+        ("flops", (0.0, -1.0, NAN, INF), "{} FLOP/s must be finite, from 1e-09"),
+        ("routing", (-1.0, NAN, INF), "{} s must be finite, from 0"),
+        ("memory", (0.0, NAN), "{} bytes/s must be finite, from 1e-09"),
+        ("launch", (-1.0,), "{} s must be finite, from 0"),
+        ("contention", (-0.1, NAN), "{} must be between 0 and 1"),
     ],
 )
-def test_links_that_cannot_be(bandwidth: float, latency: float, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        Link(bandwidth=bandwidth, latency=latency)
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "message"),
-    [
-        ("flops", 0.0, "flops=0.0 FLOP/s must be finite, from 1e-09"),
-        ("flops", -1.0, "flops=-1.0 FLOP/s"),
-        ("flops", float("nan"), "flops=nan FLOP/s"),
-        ("flops", float("inf"), "flops=inf FLOP/s"),
-        ("routing", -1.0, "routing=-1.0 s must be finite, from 0"),
-        ("routing", float("nan"), "routing=nan s"),
-        ("routing", float("inf"), "routing=inf s"),
-        ("memory", 0.0, "memory=0.0 bytes/s must be finite, from 1e-09"),
-        ("memory", float("nan"), "memory=nan bytes/s"),
-        ("launch", -1.0, "launch=-1.0 s must be finite, from 0"),
-        ("contention", -0.1, "contention=-0.1 must be between 0 and 1"),
-        ("contention", float("nan"), "contention=nan"),
-    ],
-)
-def test_speeds_that_cannot_be(name: str, value: float, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^{message}"):
-        dataclasses.replace(H100, **{name: value})
+def test_speeds_that_cannot_be(name: str, values: tuple[float, ...], message: str) -> None:
+    of = Link(1.0, 1.0) if name in ("bandwidth", "latency") else H100
+    for value in values:
+        with pytest.raises(ValueError, match=f"^{name}={message.format(value)}"):
+            dataclasses.replace(of, **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -117,25 +59,14 @@ def test_speeds_that_cannot_be(name: str, value: float, message: str) -> None:
     ],
 )
 def test_speeds_come_back_from_their_file(speeds: Speeds, tmp_path: Path) -> None:
+    """A file that is older than memory and launch has those of an H100."""
     file = tmp_path / "speeds.json"
     speeds.save(file, origin="two ranks of a test")
     assert Speeds.load(file) == Speeds.load(str(file)) == speeds
     text = json.loads(file.read_text())
     assert text["origin"] == "two ranks of a test"
-    units = dict(unit.split(": ") for unit in text["units"].split(", "))
-    assert {*units} == {"bandwidth", "latency", *text} - {"origin", "units", "intra", "inter"}
-
-
-def test_a_file_that_is_older_than_memory_and_launch_has_those_of_an_h100(tmp_path: Path) -> None:
-    file = tmp_path / "speeds.json"
-    dataclasses.replace(CPU, memory=5.0, launch=6.0).save(file, origin="a test")
-    text = json.loads(file.read_text())
-    for names in (("memory",), ("launch",), ("memory", "launch")):
-        file.write_text(json.dumps({key: text[key] for key in text if key not in names}))
-        given = {name: getattr(H100, name) for name in names}
-        assert Speeds.load(file) == dataclasses.replace(
-            CPU, **{"memory": 5.0, "launch": 6.0, **given}
-        )
+    file.write_text(json.dumps({key: text[key] for key in text if key != "memory"}))
+    assert Speeds.load(file) == dataclasses.replace(speeds, memory=H100.memory)
 
 
 GOOD = dict(
@@ -147,43 +78,26 @@ GOOD = dict(
 )
 
 
-def _without(name: str) -> dict[str, Any]:
-    return {key: value for key, value in GOOD.items() if key != name}
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "JSONDecodeError"),
         ("{", "JSONDecodeError"),
         ("[]", "TypeError"),
-        ("3", "TypeError"),
         ("null", "TypeError"),
-        *((json.dumps(_without(name)), f"KeyError: '{name}'") for name in GOOD),
-        (json.dumps(GOOD | dict(intra=3)), "TypeError"),
         (json.dumps(GOOD | dict(intra=dict(bandwidth=1.0))), "TypeError.*latency"),
-        (
-            json.dumps(GOOD | dict(intra=dict(bandwidth=1.0, latency=0.0, width=2))),
-            "TypeError.*width",
-        ),
-        (
-            json.dumps(GOOD | dict(inter=dict(bandwidth=0.0, latency=0.0))),
-            "ValueError: bandwidth=0.0",
-        ),
-        (json.dumps(GOOD | dict(inter=dict(bandwidth="fast", latency=0.0))), "TypeError"),
+        (json.dumps(GOOD | dict(inter=dict(bandwidth=0.0, latency=0.0))), "bandwidth=0.0"),
         (json.dumps(GOOD | dict(flops="many")), "ValueError.*many"),
-        (json.dumps(GOOD | dict(flops=None)), "TypeError"),
-        (json.dumps(GOOD | dict(flops=-5)), "ValueError: flops=-5"),
-        (json.dumps(GOOD | dict(routing=float("nan"))), "ValueError: routing=nan"),
-        (json.dumps(GOOD | dict(memory=0)), "ValueError: memory=0"),
+        (json.dumps(GOOD | dict(routing=NAN)), "ValueError: routing=nan"),
         (json.dumps(GOOD | dict(launch=None)), "TypeError"),
-        (json.dumps(GOOD | dict(launch="soon")), "ValueError.*soon"),
+        *((json.dumps({k: GOOD[k] for k in GOOD if k != name}), f"KeyError: '{name}'") for name in GOOD),
         ("\xff\xfe", "ValueError|Error"),
+        (None, "FileNotFoundError"),
     ],
-)
-def test_a_bad_file_of_speeds_is_named(text: str, message: str, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_a_bad_file_of_speeds_is_named(text: str | None, message: str, tmp_path: Path) -> None:
     file = tmp_path / "speeds.json"
-    file.write_bytes(text.encode("latin-1"))
+    if text is not None:
+        file.write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=message) as error:
         Speeds.load(file)
     assert str(error.value).startswith(f"{file} does not hold measured speeds (")
@@ -192,95 +106,43 @@ def test_a_bad_file_of_speeds_is_named(text: str, message: str, tmp_path: Path) 
     )
 
 
-@pytest.mark.parametrize("name", ["missing.json", "."])
-def test_no_file_of_speeds_is_named(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="does not hold measured speeds") as error:
-        Speeds.load(tmp_path / name)
-    assert str(error.value).startswith(str(tmp_path / name))
-
-
-# placement
-
-
 def test_initial_is_megatrons_partition() -> None:
     placement = Placement.initial(6, 3, num_slots=2)
     assert placement.home.tolist() == [0, 0, 1, 1, 2, 2]
     assert placement.table.tolist() == [[0, 1, -1, -1], [2, 3, -1, -1], [4, 5, -1, -1]]
     assert (placement.num_experts, placement.num_ranks, placement.slots_per_rank) == (6, 3, 4)
-    assert placement.holders.astype(int).tolist() == [
-        [1, 0, 0],
-        [1, 0, 0],
-        [0, 1, 0],
-        [0, 1, 0],
-        [0, 0, 1],
-        [0, 0, 1],
-    ]
-    assert placement.replicas == ()
-    assert placement.num_replicas == 0
-    assert not placement.is_replica.any()
+    assert placement.replicas == () and not placement.is_replica.any()
+    for num_experts, num_ranks, num_slots in ((4, 4, 0), (4, 4, 3), (8, 1, 0), (64, 8, 56)):
+        table = Placement.initial(num_experts, num_ranks, num_slots=num_slots).table
+        assert table.shape == (num_ranks, num_experts // num_ranks + num_slots)
 
 
 @pytest.mark.parametrize(
-    ("num_experts", "num_ranks", "num_slots"), [(4, 4, 0), (4, 4, 3), (8, 1, 0), (64, 8, 56)]
-)
-def test_slots_from_none_to_every_expert_elsewhere(
-    num_experts: int, num_ranks: int, num_slots: int
-) -> None:
-    placement = Placement.initial(num_experts, num_ranks, num_slots=num_slots)
-    assert placement.table.shape == (num_ranks, num_experts // num_ranks + num_slots)
-
-
-@pytest.mark.parametrize(
-    ("num_experts", "num_ranks", "num_slots", "message"),
+    ("experts", "ranks", "slots", "message"),
     [
         (10, 4, 0, "num_experts=10 is not divisible by 4 ranks; use 8 or 12"),
         (3, 4, 0, "num_experts=3 is not divisible by 4 ranks; use 4"),
-        (
-            8,
-            4,
-            7,
-            "slots=7 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6 replicas",
-        ),
-        (
-            8,
-            4,
-            -1,
-            "slots=-1 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6 replicas",
-        ),
-        (
-            8,
-            1,
-            1,
-            "slots=1 is out of range: a rank that is home to 8 of 8 experts can host 0 to 0 replicas",
-        ),
+        (8, 4, 7, "slots=7 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6 replicas"),
+        (8, 4, -1, "slots=-1 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6 replicas"),
+        (8, 1, 1, "slots=1 is out of range: a rank that is home to 8 of 8 experts can host 0 to 0 replicas"),
     ],
-)
+)  # fmt: skip
 def test_impossible_partitions_say_what_is_possible(
-    num_experts: int, num_ranks: int, num_slots: int, message: str
+    experts: int, ranks: int, slots: int, message: str
 ) -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
-        Placement.initial(num_experts, num_ranks, num_slots=num_slots)
+        Placement.initial(experts, ranks, num_slots=slots)
 
 
 def test_replicas_take_the_lowest_free_slot_in_the_given_order() -> None:
     placement = Placement.initial(6, 3, num_slots=2).with_replicas([(5, 0), (0, 2), (3, 0), (0, 1)])
     assert placement.table.tolist() == [[0, 1, 5, 3], [2, 3, 0, -1], [4, 5, 0, -1]]
-    assert placement.replicas == (
-        (0, 1, 2),
-        (0, 2, 2),
-        (3, 0, 3),
-        (5, 0, 2),
-    )  # by expert, then rank
+    # by expert, then rank
+    assert placement.replicas == ((0, 1, 2), (0, 2, 2), (3, 0, 3), (5, 0, 2))
     assert placement.num_replicas == 4
     assert placement.is_replica.astype(int).tolist() == [[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 0]]
-    assert placement.holders.astype(int).tolist() == [
-        [1, 1, 1],
-        [1, 0, 0],
-        [0, 1, 0],
-        [1, 1, 0],
-        [0, 0, 1],
-        [1, 0, 1],
-    ]
+    holders = [[1, 1, 1], [1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 1], [1, 0, 1]]
+    assert placement.holders.astype(int).tolist() == holders
 
 
 def test_with_replicas_replaces_the_replicas_and_leaves_the_original() -> None:
@@ -291,21 +153,18 @@ def test_with_replicas_replaces_the_replicas_and_leaves_the_original() -> None:
     assert first.table.tolist() == [[0, 1, 3], [2, 3, 0]]
     assert second.table.tolist() == [[0, 1, -1], [2, 3, 1]]
     assert second.with_replicas(()).table.tolist() == bare.table.tolist()
-    assert [p.home.tolist() for p in (bare, first, second)] == [[0, 0, 1, 1]] * 3
 
 
 @pytest.mark.parametrize(
     ("replicas", "message"),
     [
         ([(0, 1), (1, 1)], r"no slot left on rank 1 for a replica of expert 1: \[2, 3, 0\]"),
-        ([(2, 1)], r"rank 1 holds an expert twice: slots \[2, 3, 2\]"),  # its own expert
-        ([(9, 1)], r"no expert 9 or no rank 1: there are 4 and 2"),
-        (
-            [(-1, 1)],
-            r"no expert -1 or no rank 1: there are 4 and 2",
-        ),  # -1 means an empty slot in the table
-        ([(0, 2)], r"no expert 0 or no rank 2: there are 4 and 2"),
-        ([(0, -1)], r"no expert 0 or no rank -1: there are 4 and 2"),
+        # its own expert
+        ([(2, 1)], r"rank 1 holds an expert twice: slots \[2, 3, 2\]"),
+        ([(9, 1)], "no expert 9 or no rank 1: there are 4 and 2"),
+        # which means an empty slot in the table
+        ([(-1, 1)], "no expert -1 or no rank 1: there are 4 and 2"),
+        ([(0, 2)], "no expert 0 or no rank 2: there are 4 and 2"),
     ],
 )
 def test_replicas_that_cannot_be_placed(replicas: list[tuple[int, int]], message: str) -> None:
@@ -313,68 +172,80 @@ def test_replicas_that_cannot_be_placed(replicas: list[tuple[int, int]], message
         Placement.initial(4, 2, num_slots=1).with_replicas(replicas)
 
 
-def test_a_replica_twice_on_one_rank() -> None:
-    with pytest.raises(ValueError, match=r"rank 1 holds an expert twice: slots \[2, 3, 0, 0\]"):
-        Placement.initial(4, 2, num_slots=2).with_replicas([(0, 1), (0, 1)])
-
-
-def test_without_slots_there_are_no_replicas() -> None:
-    with pytest.raises(
-        ValueError, match=r"no slot left on rank 1 for a replica of expert 0: \[2, 3\]"
-    ):
-        Placement.initial(4, 2, num_slots=0).with_replicas([(0, 1)])
-
-
 def test_homes_may_be_uneven() -> None:
-    placement = _uneven().with_replicas([(2, 0), (0, 2), (0, 0), (2, 1)])
+    """Three ranks, homes 0 / 3 / 1, as when homes have moved; and a replica's slot below a home's."""
+    home, table = [1, 1, 2, 1], [[-1, -1, -1, -1], [0, 1, 3, -1], [2, -1, -1, -1]]
+    moved = Placement(home=np.array(home), table=np.array(table))
+    placement = moved.with_replicas([(2, 0), (0, 2), (0, 0), (2, 1)])
     assert placement.table.tolist() == [[2, 0, -1, -1], [0, 1, 3, 2], [2, 0, -1, -1]]
-    assert placement.home.tolist() == UNEVEN_HOME
     assert placement.replicas == ((0, 0, 1), (0, 2, 1), (2, 0, 0), (2, 1, 3))
-    assert placement.is_replica.astype(int).tolist() == [[1, 1, 0, 0], [0, 0, 0, 1], [0, 1, 0, 0]]
-    assert placement.with_replicas(()).table.tolist() == UNEVEN_TABLE
-
-
-def test_a_replica_slot_may_lie_below_a_home_slot() -> None:
-    placement = Placement(home=np.array([0, 1]), table=np.array([[1, 0], [-1, 1]]))
-    assert placement.replicas == ((1, 0, 0),)
-    assert placement.with_replicas([(0, 1)]).table.tolist() == [[-1, 0], [0, 1]]
+    assert placement.with_replicas(()).table.tolist() == table
+    below = Placement(home=np.array([0, 1]), table=np.array([[1, 0], [-1, 1]]))
+    assert below.replicas == ((1, 0, 0),)
+    assert below.with_replicas([(0, 1)]).table.tolist() == [[-1, 0], [0, 1]]
 
 
 @pytest.mark.parametrize(
     ("home", "table", "message"),
     [
         ([0, 0], [[0], [1]], r"expert 1 has its home on rank 0, whose slots are \[0\]"),
+        ([0, 1], [[0, -1], [0, -1]], r"expert 1 has its home on rank 1, whose slots are \[0, -1\]"),
         ([0, 1], [[0, 0], [1, -1]], r"rank 0 holds an expert twice: slots \[0, 0\]"),
-        (
-            [0, 1],
-            [[0, -1], [-1, -1]],
-            r"expert 1 has its home on rank 1, whose slots are \[-1, -1\]",
-        ),
         ([0, 2], [[0], [1]], r"home must name ranks 0 to 1, got \[0, 2\]"),
         ([0, -1], [[0], [1]], r"home must name ranks 0 to 1, got \[0, -1\]"),
-        (
-            [0, 1],
-            [[0, 2], [1, -1]],
-            r"table must name experts 0 to 1 or -1, got \[\[0, 2\], \[1, -1\]\]",
-        ),
-        (
-            [0, 1],
-            [[0, -2], [1, -1]],
-            r"table must name experts 0 to 1 or -1, got \[\[0, -2\], \[1, -1\]\]",
-        ),
+        ([0, 1], [[0, 2], [1, -1]], r"table must name experts 0 to 1 or -1, got \[\[0, 2\], \[1, -1\]\]"),
+        ([0, 1], [[0, -2], [1, -1]], r"table must name experts 0 to 1 or -1, got \[\[0, -2\], \[1, -1\]\]"),
     ],
-)
-def test_tables_that_contradict_the_homes(
-    home: list[int], table: list[list[int]], message: str
-) -> None:
+)  # fmt: skip
+def test_tables_that_contradict_the_homes(home: list, table: list, message: str) -> None:
+    """Refused by the constructor, and found by the checker where nobody has looked."""
+    arrays = np.array(home), np.array(table)
     with pytest.raises(ValueError, match=message):
-        Placement(home=np.array(home), table=np.array(table))
+        Placement(home=arrays[0], table=arrays[1])
+    with pytest.raises(AssertionError, match=message):
+        Placement.trusted(*arrays).check()
+
+
+def _placement() -> Placement:
+    """Four experts on two ranks, a replica of expert 0 on rank 1."""
+    return Placement(home=np.array([0, 0, 1, 1]), table=np.array([[0, 1, -1], [2, 3, 0]]))
+
+
+def test_the_checker_counts_slots_and_finds_stale_views() -> None:
+    _placement().check(num_slots=1)
+    _placement().homes_only.check(num_slots=0)
+    with pytest.raises(AssertionError, match="rank 1 holds 1 replicas, num_slots=0"):
+        _placement().check(num_slots=0)
+    stale = _placement()
+    stale.__dict__["holders"] = np.zeros((4, 2), dtype=bool)
+    message = r"holders\[0, 0\] is False, but rank 0 has slots \[0, 1, -1\]"
+    with pytest.raises(AssertionError, match=message):
+        stale.check()
 
 
 def test_a_placement_is_immutable() -> None:
-    placement = Placement.initial(4, 2, num_slots=1).with_replicas([(0, 1)])
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        placement.home = np.zeros(4, dtype=int)
+    placement = _placement()
     for array in (placement.home, placement.table, placement.holders, placement.is_replica):
         with pytest.raises(ValueError, match="read-only"):
             array[...] = 0
+
+
+def test_the_fingerprint_is_of_the_values_alone() -> None:
+    """A literal of the documented bytes, packed by hand: another Python, numpy or machine must get the same."""
+    assert _placement().fingerprint == -5153952438187840267
+    for dtype in ("i4", "u2", "u8", ">i8", "i1"):
+        table = np.asfortranarray(_placement().table.astype("i2"))
+        other = Placement(home=_placement().home.astype(dtype), table=table)
+        assert other.fingerprint == _placement().fingerprint
+    for name in ("home", "table"):
+        for place in np.ndindex(getattr(_placement(), name).shape):
+            arrays = {"home": _placement().home.copy(), "table": _placement().table.copy()}
+            arrays[name][place] += 1
+            assert Placement.trusted(**arrays).fingerprint != _placement().fingerprint
+    # the same bytes in another shape
+    two, three = [[0, 1], [-1, -1], [-1, -1]], [[0, 1, -1], [-1, -1, -1]]
+    home = np.array([0, 0])
+    shapes = [Placement.trusted(home, np.array(table)).fingerprint for table in (two, three)]
+    assert shapes[0] != shapes[1]
+    with pytest.raises(TypeError, match="float64"):
+        print(Placement.trusted(np.array([0.0]), np.array([[0.0]])).fingerprint)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.fast
 FREE = CopyCost()
 
 
-@seeds(120)
+@seeds(50)
 def test_every_plan_is_valid_and_the_same_again(seed: int) -> None:
     rng = np.random.default_rng(seed)
     homes = some_homes(rng)
@@ -58,7 +58,7 @@ def test_tiny_groups_come_near_the_best_of_all_placements(seed: int) -> None:
     assert largest_load(load, plan) <= best + load.sum() / 30
 
 
-@pytest.mark.parametrize("num_ranks", [8, 64, 512, 1024])
+@pytest.mark.parametrize("num_ranks", [8, 64, 1024])
 def test_free_slots_balance_a_skewed_load(num_ranks: int) -> None:
     rng = np.random.default_rng(num_ranks)
     homes = Placement.initial(1024, num_ranks, num_slots=2)
@@ -68,13 +68,6 @@ def test_free_slots_balance_a_skewed_load(num_ranks: int) -> None:
     mean = load.sum() / num_ranks
     assert largest_load(load, plan) <= (1.35 if num_ranks == 1024 else 1.02) * mean
     assert plan.num_replicas >= 1.9 * num_ranks
-
-
-def test_all_tokens_on_one_expert_go_everywhere() -> None:
-    homes = Placement.initial(8, 8, num_slots=1)
-    load = np.array([8000] + [0] * 7)
-    plan = plan_replicas(load, homes, World((0,) * 8), cost=FREE)
-    assert plan.holders[0].all() and largest_load(load, plan) == 1000
 
 
 def test_copies_that_cost_more_than_they_win_are_not_made() -> None:
@@ -141,20 +134,6 @@ def test_nodes_without_the_expert_come_first_where_that_pays() -> None:
     assert not (dear.holders[:4, 4:].any() or dear.holders[4:, :4].any())
 
 
-def test_prices_come_from_sizes_and_speeds() -> None:
-    """DeepSeek-V3's expert, no window: copies across nodes cost what hundreds of thousands of tokens save."""
-    world, shape = World(tuple(r // 8 for r in range(32))), swiglu(7168, 2048)
-    forecast = np.exp(np.random.default_rng(0).normal(0, 0.5, 64))
-    homes = Placement.initial(64, 32, num_slots=2)
-    few = plan_replicas(
-        forecast * 32 * 1024 / forecast.sum(), homes, world, cost=shape.copy_cost(world)
-    )
-    many = plan_replicas(
-        forecast * 32 * 2**20 / forecast.sum(), homes, world, cost=shape.copy_cost(world)
-    )
-    assert few.num_replicas == 0 and many.num_replicas >= 60
-
-
 @pytest.mark.parametrize(
     ("forecast", "world", "message"),
     [
@@ -216,7 +195,7 @@ def test_on_one_node_tokens_stay_on_their_rank_where_homes_send_copies() -> None
     assert plan_replicas(load, homes, World((0, 0)), cost=alone).num_replicas == 1
 
 
-@seeds(24)
+@seeds(12)
 def test_measured_times_change_no_plan_where_hiding_wins_nothing(seed: int) -> None:
     """On CPU ranks, whose cores move the bytes: two runs plan alike. Oracle: the plan with nothing hidden."""
     rng = np.random.default_rng(seed)
