@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+RECIPES = ("mxfp8", "tensorwise", "tensorwise-blackwell", "blockwise", "nvfp4")
+
 
 def packages(recipe: str) -> str:
     """What ranks start with: those of Hopper and of Blackwell are computed otherwise."""
-    return "te" if recipe in ("unquantized", "tensorwise", "blockwise") else "te-blackwell"
+    return "te" if recipe in ("tensorwise", "blockwise") else "te-blackwell"
 
 
 def case_of(

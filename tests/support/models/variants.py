@@ -24,6 +24,11 @@ import training_with_moves
 from layouts import TWICE, Layout
 
 STEPS = 3
+ACTIVATIONS = {
+    "silu": "ScaledSwiGLU",
+    "squared_relu": "ScaledSReLU",
+    "quick_gelu": "ScaledClampedQGeGLU",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +70,15 @@ def compare(name: str, layout: Layout, chosen: Iterable[str]) -> dict[str, dict[
     Gradients are clipped in layouts whose homes never move (`training_with_moves`).
     """
     variants = {variant: VARIANTS[variant] for variant in chosen}
-    case, prepare = _case_of(layout)
+    case, prepare = case_of(layout)
     import tiny_gpt
 
     if any(VARIANTS[variant].moves_homes for variant in layout.names):
         case = training_with_moves.unclipped(case)
     stock = tiny_gpt.train(case, steps=STEPS, hook=prepare)
+    if layout.experts == "operators":
+        _assert_operators(layout, stock)
+    _assert_used(layout)
     # Quantized parameters share their bytes with their clones: their values stay what they are now.
     short = dataclasses.replace(
         stock,
@@ -105,39 +113,123 @@ def compare(name: str, layout: Layout, chosen: Iterable[str]) -> dict[str, dict[
                 )
                 ours = train(**variant.settings)
                 worst[label] = train.assert_close(short, ours, variant)
+                _assert_used(layout)
             if TWICE.get(name) == label:
                 again = train(**variant.settings)
                 assert tiny_gpt.difference(ours, again) == tiny_gpt.SAME, "two runs differ"
     return worst
 
 
-def _case_of(layout: Layout) -> tuple[Any, Callable[[list], list]]:
+def case_of(layout: Layout) -> tuple[Any, Callable[[list], list]]:
     """The initialized case of a layout, and what is done with each of its models before FSSDP comes."""
-    if layout.recipe == "unquantized":
+    import quantized
+
+    if layout.experts in quantized.RECIPES:
+        case = quantized.case_of(layout.experts, layout.case, layout.model, stored=layout.is_stored)
+        return case, quantized.fuse_wgrad
+    settings = dict(layout.model)
+    is_fused = layout.experts == "operators"
+    prepare: Callable[[list], list] = list
+    if layout.experts != "sequential":
         import te_on_cpu
 
-        te_on_cpu.install()
-    elif layout.recipe:
-        import quantized
+        te_on_cpu.install(packages=layout.packages)
+    if is_fused:
+        _install_operators(settings)
+    elif layout.experts == "grouped tensors":
+        import grouped_tensors_on_cpu
 
-        case = quantized.case_of(layout.recipe, layout.case, layout.model, stored=layout.is_stored)
-        return case, quantized.fuse_wgrad
+        grouped_tensors_on_cpu.install()
+        prepare = _use_grouped_tensors
     import tiny_gpt
 
+    if "moe_flex_dispatcher_backend" in settings:
+        import flex_backends
+
+        flex_backends.install()
+        settings = flex_backends.valid(settings)
+    if isinstance(settings.get("activation_func"), str):
+        from megatron.core.activations import squared_relu
+        from megatron.core.fusions.fused_bias_geglu import quick_gelu
+
+        named = {"squared_relu": squared_relu, "quick_gelu": quick_gelu}
+        settings["activation_func"] = named[settings["activation_func"]]
+    if layout.pattern is not None:
+        import tiny_hybrid
+
+        tiny_hybrid.install(*layout.pattern)
+    fields = {
+        name: tuple(value.items()) if isinstance(value, dict) else value
+        for name, value in layout.case.items()
+    }
     case = tiny_gpt.Case(
-        **layout.case, grouped=bool(layout.recipe), settings=tuple(layout.model.items())
+        **fields, grouped=layout.experts != "sequential", settings=tuple(settings.items())
     )
     tiny_gpt.initialize(case)
-    if "gradient_accumulation_fusion" in layout.model:
+    if is_fused or "gradient_accumulation_fusion" in settings:  # of operators for the attention
         tiny_gpt.install_fused_wgrad()
-    return case, lambda chunks: chunks
+    return case, prepare
+
+
+def _install_operators(settings: dict[str, Any]) -> None:
+    """Have grouped experts made of TransformerEngine's operators, and ask for them in ``settings``."""
+    import operators_on_cpu
+
+    settings["use_transformer_engine_op_fuser"] = True
+    operators_on_cpu.install()
+    if settings.keys() & {"fp8", "fp4"}:
+        import quantizers_on_cpu
+
+        quantizers_on_cpu.install()
+        quantizers_on_cpu.exact_activations = True
+    if "moe_flex_dispatcher_backend" in settings:
+        operators_on_cpu.leave_out_empty_rows()
+
+
+def _use_grouped_tensors(chunks: list) -> list:
+    """Keep token counts on the device: Megatron before 0.20 passes counts of the host."""
+    import tiny_gpt
+
+    for layer in tiny_gpt.moe_layers(chunks):
+        layer.experts.linear_fc1.use_grouped_tensor = True
+        layer.experts.linear_fc2.use_grouped_tensor = True
+    return chunks
+
+
+def _assert_operators(layout: Layout, stock: Any) -> None:
+    """Stock's experts are operators, with this activation between the two linears."""
+    import operators_on_cpu
+    import tiny_gpt
+
+    is_quantized = bool(layout.model.keys() & {"fp8", "fp4"})
+    activation = ACTIVATIONS[layout.model.get("activation_func", "silu")]
+    operators = operators_on_cpu.of(tiny_gpt.moe_layers(stock.chunks)[0].experts)
+    assert type(operators[1]).__name__ == activation
+    assert is_quantized == (operators[0].get_quantizer("forward", 1) is not None)
+
+
+def _assert_used(layout: Layout) -> None:
+    """The last training has used the GEMMs and the dispatcher of its layout."""
+    if layout.experts == "grouped tensors":
+        import tex_on_cpu
+
+        kinds = {kind for kind, *_ in tex_on_cpu.GEMMS}
+        assert kinds == {"grouped TN", "grouped NN", "grouped NT"}
+        tex_on_cpu.GEMMS.clear()
+    if "moe_flex_dispatcher_backend" in layout.model:
+        import flex_backends
+
+        # one buffer for all layers
+        assert len(flex_backends.CALLS) == 1, flex_backends.CALLS
+        flex_backends.forget()
 
 
 def _tolerance(case: Any, layout: Layout) -> float:
     """Of bf16 where activations are rounded to it: stored experts multiply decoded weights, and add biases in bf16."""
     import tiny_gpt
 
-    if not case.bf16 or (layout.is_stored and "add_bias_linear" not in layout.model):
+    is_decoded = layout.is_stored or "fp8_param" in layout.model
+    if not case.bf16 or (is_decoded and "add_bias_linear" not in layout.model):
         return 1e-5
     return tiny_gpt.BF16_TOLERANCE
 
@@ -181,7 +273,7 @@ class _Shortly:
         return tiny_gpt.train(self.case, steps=STEPS, hook=hook)
 
     def assert_close(self, stock: Any, ours: Any, variant: Variant) -> dict[str, float]:
-        """``ours`` is ``stock``; with replicas, up to the order of sums."""
+        """``ours`` is ``stock``; with replicas, from the second iteration on, up to the order of sums."""
         import pytest
         import tiny_gpt
 
@@ -193,6 +285,8 @@ class _Shortly:
             return worst
         worst = tiny_gpt.assert_trained_alike(stock, ours, tolerance=self.tolerance)
         assert ours.grad_norms == pytest.approx(stock.grad_norms, rel=self.tolerance)
+        if variant.planner is None:
+            assert (ours.losses[0], ours.grad_norms[0]) == (stock.losses[0], stock.grad_norms[0])
         has_backward = variant.settings.get("lifetime") == "layer" and self.shares_buffers
         assert self.fetches[False] > 0 and (self.fetches[True] > 0) == has_backward, self.fetches
         late = variant.settings.get("late_replicas", 0)
