@@ -1,4 +1,4 @@
-"""Loads known before a microbatch runs: replayed routes, and routes of token ids.
+"""Loads known before a microbatch runs: replayed and announced routes.
 
 Routes are only counted: the tokens per expert are the forecast of a plan, and the routes themselves
 are neither held nor copied as a whole. The routes that a router replays are counted at the start of
@@ -9,7 +9,7 @@ layers over the group.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain, starmap
 
 import numpy as np
@@ -284,52 +284,8 @@ def expect_routes(
         if layer_routes is not None:
             check_routes(layer_routes, layer.config.num_moe_experts, layer=index)
     parts = [None if layer_routes is None else parts_of(layer_routes) for layer_routes in routes]
-    _announce(layers, parts, add=add)
-
-
-def expect_tokens(chunks: Iterable[Module], token_ids: Tensor) -> int:
-    """Announce the token ids of the next iteration, for layers that route tokens by their ids.
-
-    Every rank calls it before each iteration. A layer routes by ids if its router has a table
-    ``tid2eid`` [vocabulary, k] of experts, as in Megatron. Other layers keep their forecast.
-
-    Args:
-        chunks: model chunks of this rank, wrapped by DDP or not.
-        token_ids: ids of the tokens that this rank routes in all microbatches, of any shape, in any
-            order: with context or sequence parallelism its own part of them.
-
-    Returns:
-        Number of layers of this rank that route by ids; 0 on later pipeline stages, as a rule.
-
-    Raises:
-        ValueError: if an id is not in a table.
-    """
-    layers = _converted_layers(chunks)
-    ids = token_ids.reshape(-1, 1).long()
-    tables = [getattr(layer.router, "tid2eid", None) for layer in layers]
-    tables_of_layers = [table for table in tables if table is not None]
-    if not tables_of_layers:
-        return 0
-    rows = min(len(table) for table in tables_of_layers)
-    if len(ids) and not 0 <= ids.min() <= ids.max() < rows:
-        raise ValueError(
-            f"token ids from {ids.min()} to {ids.max()}, but router.tid2eid has {rows} rows; pass "
-            "ids of the tokenizer's vocabulary"
-        )
-    parts = [None if table is None else _look_up(table, ids) for table in tables]
-    _announce(layers, parts, add=False)
-    return len(tables_of_layers)
-
-
-def _look_up(table: Tensor, ids: Tensor) -> Iterator[Tensor]:
-    """Look up the experts of token ids, in parts of [t, k].
-
-    Args:
-        table: experts of each id, [vocabulary, k].
-        ids: token ids, [T, 1].
-    """
-    for part in parts_of(ids):
-        yield table[part.view(-1).to(table.device)]
+    if layers:
+        layers[0].prefetcher.routes.announce(parts, add=add)
 
 
 def _by_layer(routes: Routes) -> list[Routes]:
@@ -344,20 +300,6 @@ def _by_layer(routes: Routes) -> list[Routes]:
             "[tokens, k] array for each layer"
         )
     return [routes[:, layer] for layer in range(routes.shape[1])]
-
-
-def _announce(
-    layers: Sequence[Module], parts: Sequence[Iterable[Tensor] | None], *, add: bool
-) -> None:
-    """Announce routes to the prefetcher of the layers.
-
-    Args:
-        layers: converted layers of one model.
-        parts: for each layer, experts of each token; ``None`` for unknown routes.
-        add: add to routes announced for the same iteration.
-    """
-    if layers:
-        layers[0].prefetcher.routes.announce(parts, add=add)
 
 
 def _converted_layers(chunks: Iterable[Module]) -> list[Module]:
