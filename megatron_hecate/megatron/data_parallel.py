@@ -33,9 +33,9 @@ from typing import Any
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
 from torch.nn import Module
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from megatron_hecate.megatron.events import GradientEvents, StepEvents
-from megatron_hecate.megatron.global_hooks import listen_to_parts, stop_listening_to_parts
 from megatron_hecate.megatron.gradient_buckets import order_buckets
 
 
@@ -127,21 +127,28 @@ class DataParallel(StepEvents):
         *,
         orders: bool,
     ) -> None:
-        self._around = [weakref.WeakSet([chunk]) for chunk in chunks]
+        self._chunks = [weakref.ref(chunk) for chunk in chunks]
         self._ddps: list[weakref.ref[DistributedDataParallel] | None] = [None] * len(chunks)
         self._events = events
         self._orders = orders
-        self._has_ordered = False
-        listen_to_parts(self)
-        undo.callback(stop_listening_to_parts, self)
+        # weak, because the hook outlives a model that never trains
+        reference = weakref.ref(self)
 
-    def added(self, module: Module, part: Module | None) -> None:
-        """Note that ``part`` becomes part of ``module``, and convert a DDP around a chunk."""
-        for index, around in enumerate(self._around):
-            if part not in around:
-                continue
-            around.add(module)
-            if isinstance(module, DistributedDataParallel) and not isinstance(module, _ObservedDDP):
+        def note_part(module: Module, _: str, part: Module | None) -> None:
+            listener = reference()
+            if listener is not None and part is not None:
+                listener.part_added(module, part)
+
+        self._watch = register_module_module_registration_hook(note_part)
+        undo.callback(self._watch.remove)
+
+    def part_added(self, module: Module, part: Module) -> None:
+        """Convert ``module`` if it is a DDP and ``part``, which it wraps, holds a chunk."""
+        if not isinstance(module, DistributedDataParallel) or isinstance(module, _ObservedDDP):
+            return
+        parts = set(part.modules())
+        for index, chunk in enumerate(self._chunks):
+            if chunk() in parts:
                 module.__class__ = _observed(type(module))
                 module.fssdp_events = self._events
                 module.fssdp_chunk = index
@@ -149,17 +156,16 @@ class DataParallel(StepEvents):
 
     def iteration_begins(self, iteration: int) -> None:
         """Order buckets of experts before the first backward."""
-        stop_listening_to_parts(self)
+        self._watch.remove()
         self.set_no_sync_func()
-        if self._orders and not self._has_ordered:
-            for ddp in self._found():
-                if ddp.ddp_config.overlap_grad_reduce:
-                    order_buckets(ddp)
-        self._has_ordered = True
+        if self._orders:
+            for ddp in self._wrappers():
+                order_buckets(ddp)
+        self._orders = False
 
     def set_no_sync_func(self) -> None:
         """Set ``no_sync_func`` where the loop left it ``None`` or reset it to ``None``."""
-        ddps = self._found()
+        ddps = self._wrappers()
         for ddp in ddps:
             if not ddp.ddp_config.overlap_grad_reduce and ddp.config.no_sync_func is None:
                 ddp.config.no_sync_func = _NoSync(ddps)
@@ -191,7 +197,7 @@ class DataParallel(StepEvents):
             return None
         return ddp.fssdp_no_syncs
 
-    def _found(self) -> list[DistributedDataParallel]:
+    def _wrappers(self) -> list[DistributedDataParallel]:
         ddps = [self._ddp(chunk) for chunk in range(len(self._ddps))]
         return [ddp for ddp in ddps if ddp is not None]
 

@@ -1,8 +1,8 @@
-"""Global torch hooks on all optimizers and modules, with weakly referenced listeners.
+"""Global torch hook on the steps of all optimizers, with weakly referenced listeners.
 
-There is one permanent hook of each kind. A hook per model would have to be removed with the model,
-and the garbage collector may do so while torch iterates over its hooks. A listener is not called
-once its attempt of the job is over.
+There is one permanent hook. A hook per model would have to be removed with the model, and the
+garbage collector may do so while torch iterates over its hooks. A listener is not called once its
+attempt of the job is over.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import functools
 import weakref
 from typing import Any, Protocol
 
-from torch.nn import Module
-from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_hecate.faults.attempt import Attempt
@@ -25,15 +23,7 @@ class _StepListener(Protocol):
         """``optimizer`` is about to step."""
 
 
-class _PartListener(Protocol):
-    """Listener to every registration of a module as part of another one."""
-
-    def added(self, module: Module, part: Module | None) -> None:
-        """``part`` becomes part of ``module``."""
-
-
-_of_steps: weakref.WeakKeyDictionary[_StepListener, Attempt] = weakref.WeakKeyDictionary()
-_of_parts: weakref.WeakKeyDictionary[_PartListener, Attempt] = weakref.WeakKeyDictionary()
+_listeners: weakref.WeakKeyDictionary[_StepListener, Attempt] = weakref.WeakKeyDictionary()
 
 
 def listen_to_steps(listener: _StepListener) -> None:
@@ -42,38 +32,14 @@ def listen_to_steps(listener: _StepListener) -> None:
     The calls end with the listener's life or its attempt of the job.
     """
     _hook_into_optimizers()
-    _of_steps[listener] = Attempt.current()
-
-
-def listen_to_parts(listener: _PartListener) -> None:
-    """Call ``listener.added`` for every module that gets a part.
-
-    The calls end with `stop_listening_to_parts`, the listener's life or its attempt of the job.
-    """
-    _hook_into_modules()
-    _of_parts[listener] = Attempt.current()
-
-
-def stop_listening_to_parts(listener: _PartListener) -> None:
-    """Stop the calls of ``listener.added``; idempotent."""
-    _of_parts.pop(listener, None)
+    _listeners[listener] = Attempt.current()
 
 
 @functools.cache
 def _hook_into_optimizers() -> None:
     def hook(optimizer: Optimizer, *_: Any) -> None:
-        for listener, attempt in list(_of_steps.items()):
+        for listener, attempt in list(_listeners.items()):
             if not attempt.is_over:
                 listener.before_step(optimizer)
 
     register_optimizer_step_pre_hook(hook)
-
-
-@functools.cache
-def _hook_into_modules() -> None:
-    def hook(module: Module, _: str, part: Module | None) -> None:
-        for listener, attempt in list(_of_parts.items()):
-            if not attempt.is_over:
-                listener.added(module, part)
-
-    register_module_module_registration_hook(hook)

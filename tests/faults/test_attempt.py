@@ -15,7 +15,7 @@ from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.faults import attempt as attempts
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.rendezvous import Question
-from megatron_hecate.megatron.global_hooks import listen_to_parts, listen_to_steps
+from megatron_hecate.megatron.global_hooks import listen_to_steps
 
 pytestmark = pytest.mark.fast
 
@@ -50,9 +50,6 @@ class _Listener:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.seen.append(optimizer)
-
-    def added(self, module: torch.nn.Module, part: torch.nn.Module | None) -> None:
-        self.seen.append(part)
 
 
 def _step() -> torch.optim.Optimizer:
@@ -118,15 +115,11 @@ def test_a_group_that_was_collected_is_over_as_well() -> None:
 def test_listeners_of_an_abandoned_attempt_hear_nothing() -> None:
     old = _Listener()
     listen_to_steps(old)
-    listen_to_parts(old)
     stepped = _step()
-    module = torch.nn.Module()
-    module.part = torch.nn.Linear(1, 1)
-    assert old.seen == [stepped, module.part]
+    assert old.seen == [stepped]
     new_groups()  # and nothing of ours comes after
     _step()
-    module.other = torch.nn.Linear(1, 1)
-    assert len(old.seen) == 2
+    assert len(old.seen) == 1
 
 
 def test_listeners_may_be_collected_while_torch_calls_them() -> None:
