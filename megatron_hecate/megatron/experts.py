@@ -19,11 +19,10 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_hecate.comm.transport import TransferPlan
-from megatron_hecate.megatron.expert_parts import ExpertParts
+from megatron_hecate.megatron.foreign_code import ExpertParts
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.gradient_buckets import ReductionPoint
 from megatron_hecate.megatron.grouped_linear import GroupedExperts
-from megatron_hecate.megatron.home_parameters import HomeParameters
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.sequential_experts import (
     check_settings,
@@ -85,7 +84,12 @@ class PhysicalExperts:
         # physical experts that the twin computes, the first ones
         self.num_computed = num_physical
         self._skips_empty = not self._needs_all(experts)
-        self._homes = HomeParameters(experts, self._names, self.num_homes)
+        # submodule and attribute of each parameter of this rank's own experts, flat
+        self.owners: list[tuple[Module, str]] = []
+        for expert in range(self.num_homes):
+            for name in self._names:
+                path, _, leaf = name.format(expert).rpartition(".")
+                self.owners.append((experts.get_submodule(path), leaf))
         self._places = self._twin_places(num_physical)
         # class of the parameters when `quantized` was found last
         self._kind: type | None = None
@@ -140,27 +144,30 @@ class PhysicalExperts:
         return places
 
     def homes(self) -> list[list[Parameter]]:
-        """Look up the parameters of this rank's own experts, expert by expert."""
-        return self._homes.all()
+        """Look up the parameters of this rank's own experts, expert by expert.
+
+        Each call looks them up, because loading or moving a model replaces parameters.
+        """
+        parameters = [module._parameters[name] for module, name in self.owners]
+        width = len(self._names)
+        return [parameters[i : i + width] for i in range(0, len(parameters), width)]
 
     def home(self, index: int) -> list[Parameter]:
         """Look up the parameters of one of this rank's own experts."""
-        return self._homes.one(index)
-
-    @property
-    def owners(self) -> list[tuple[Module, str]]:
-        """Submodule and attribute of each parameter of this rank's own experts, flat."""
-        return self._homes.owners
+        width = len(self._names)
+        owners = self.owners[index * width : (index + 1) * width]
+        return [module._parameters[name] for module, name in owners]
 
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the parameters."""
-        return self._homes.first.dtype
+        return self.first.dtype
 
     @property
     def first(self) -> Parameter:
         """First parameter of the first expert."""
-        return self._homes.first
+        module, name = self.owners[0]
+        return module._parameters[name]
 
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
@@ -169,7 +176,7 @@ class PhysicalExperts:
     @property
     def quantized(self) -> bool:
         """True if parameters are quantized. One module holds them all, so all are or none is."""
-        kind = self._homes.first.__class__
+        kind = self.first.__class__
         if kind is not self._kind:
             self._kind = kind
             self._quantized = StoredWeights(self.home(0)).quantized
@@ -323,7 +330,6 @@ class FSSDPExperts:
         if physical.twin.training != self.training:
             physical.twin.train(self.training)
         replicas = running.replicas
-        physical.inside.check(replicas.label)
         hidden_states, weights = replicas.join(hidden_states, running.joined_homes)
         running.joined_homes = None
         if physical.computes_with is not replicas.transfers:

@@ -1,23 +1,27 @@
 """Refuse MoE layers with foreign code, which FSSDP would replace or skip.
 
-FSSDP computes experts by a twin module over homes and replicas, builds dispatchers again over
-physical experts, and overrides methods of a layer. Routers may be subclasses, because FSSDP only
-reads their results. Layers may be subclasses that combine Megatron's parts in another way, as Gemma
-4's does.
+* `check_layer`: code of classes. FSSDP computes experts by a twin module over homes and replicas,
+  builds dispatchers again over physical experts, and overrides methods of a layer. Routers may be
+  subclasses, because FSSDP only reads their results. Layers may be subclasses that combine
+  Megatron's parts in another way, as Gemma 4's does.
+* `ExpertParts`: code that is attached to single modules inside the experts, also after FSSDP was
+  switched on. It would miss the tokens that replicas compute on other ranks. Code of the experts
+  module itself runs for all tokens of its rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch.nn import Module
 
-from megatron_hecate.megatron.expert_parts import REPLACED
 from megatron_hecate.megatron.frameworks import KNOWN_PATCHES
 
+# packages whose classes and patches FSSDP was tested with
 KNOWN = ("megatron.core.", "transformer_engine.", "torch.", "megatron_hecate.")
 # methods of Megatron's layer that FSSDP overrides, and the forward that calls all of these
 LAYER = {
@@ -45,6 +49,19 @@ HARMLESS = {
     "state_dict_for_save_checkpoint",
     "_load_from_state_dict",
 }
+# Megatron's loggers, which hook into all modules of all ranks for one iteration
+LOGGERS = "megatron.training."
+# packages whose hooks work for replicas, too
+KNOWN_HOOKS = ("megatron.core.", "transformer_engine.", "megatron_hecate.", LOGGERS)
+# attributes of a module with its hooks, and their names in errors
+HOOKS = {
+    "_forward_pre_hooks": "forward pre-hook",
+    "_forward_hooks": "forward hook",
+    "_backward_pre_hooks": "backward pre-hook",
+    "_backward_hooks": "backward hook",
+}
+# attributes of an instance that replace its class's forward, bound to the instance's weights
+REPLACED = ("forward", "_compiled_call_impl")
 
 
 def check_layer(layer: MoELayer) -> None:
@@ -84,7 +101,7 @@ def find_foreign_layers(chunks: Iterable[Module]) -> list[str]:
     ]
 
 
-def _describe(module: Any, role: str, *, names: set[str] | None = None) -> Iterable[str]:
+def _describe(module: Any, role: str, *, names: set[str] | None = None) -> Iterator[str]:
     """Yield a line if ``module`` has foreign methods.
 
     Args:
@@ -127,3 +144,78 @@ def _is_known(module: str) -> bool:
 
 def _name(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
+
+
+class ExpertParts:
+    """Modules inside the experts of a layer, as they are when FSSDP is switched on.
+
+    Args:
+        experts: Megatron's expert module.
+    """
+
+    def __init__(self, experts: Module) -> None:
+        self._experts = experts
+        self._kinds = {name: (part, type(part)) for name, part in self._parts()}
+
+    def check(self) -> None:
+        """Check that nothing is attached to a module or has replaced one.
+
+        Hooks of Megatron's loggers are allowed: an iteration with them has no replicas.
+
+        Raises:
+            ValueError: with each kind of code, and the first module that has it.
+        """
+        names: dict[str, str] = {}
+        for name, problem in chain(self._attached(), self._replaced()):
+            names.setdefault(problem, name)
+        if names:
+            problems = "; ".join(f"{name} has {problem}" for problem, name in names.items())
+            raise ValueError(
+                f"inside its experts {problems}: tokens that replicas compute on other ranks would "
+                "miss it; remove it, attach it to the experts as a whole or to the MoE layer, or "
+                "leave --moe-fssdp off"
+            )
+
+    def are_logged(self) -> bool:
+        """Return whether Megatron's own loggers have hooks on any of the modules."""
+        return any(origin.startswith(LOGGERS) for _, _, origin in self._hooks())
+
+    def _parts(self) -> Iterator[tuple[str, Module]]:
+        """Yield all modules inside the experts with their names."""
+        return ((name, part) for name, part in self._experts.named_modules() if name)
+
+    def _hooks(self) -> Iterator[tuple[str, str, str]]:
+        """Yield name of the module, kind and origin of each hook."""
+        for name, part in self._parts():
+            for attribute, kind in HOOKS.items():
+                for hook in vars(part)[attribute].values():
+                    yield f"{name} ({type(part).__name__})", kind, _origin(hook)
+
+    def _attached(self) -> Iterator[tuple[str, str]]:
+        """Yield name and description of each foreign hook and each replaced forward."""
+        for name, kind, origin in self._hooks():
+            if not origin.startswith(KNOWN_HOOKS):
+                yield name, f"a {kind} of {origin}"
+        for name, part in self._parts():
+            for attribute in REPLACED:
+                if (function := vars(part).get(attribute)) is not None:
+                    shown = f"{name} ({type(part).__name__})"
+                    yield shown, f"a forward of {_origin(function)} on the instance"
+
+    def _replaced(self) -> Iterator[tuple[str, str]]:
+        """Yield name and description of each module that is not what it was."""
+        parts = dict(self._parts())
+        for name, known in self._kinds.items():
+            part = parts.get(name)
+            if (part, type(part)) != known:
+                yield name, f"become a {type(part).__qualname__}"
+
+
+def _origin(function: Any) -> str:
+    """Return the module whose code ``function`` runs; ``functools.wraps`` copies other names."""
+    function = getattr(function, "func", function)
+    function = getattr(function, "__func__", function)
+    variables = getattr(function, "__globals__", None)
+    if variables is None:
+        return type(function).__module__
+    return variables.get("__name__", "")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
-from torch.utils.hooks import RemovableHandle
 
 from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
@@ -64,8 +63,6 @@ class LayerPlanner:
         self.early = EarlyPlans()
         # True if the running iteration has no replicas.
         self.is_paused = False
-        # Number of hooks registered in this process when no logger had any.
-        self._unlogged_until = -1
         self._states = states
         self._chunk_by_layer = chunk_by_layer
         self._clock = clock
@@ -80,10 +77,7 @@ class LayerPlanner:
         Megatron's loggers of activations and data gradients hook into single experts, on all ranks
         in the same iterations. Without replicas their records are stock's.
         """
-        if self._unlogged_until != RemovableHandle.next_id:
-            self.is_paused = any(state.parts.experts.inside.are_logged() for state in self._states)
-            if not self.is_paused:
-                self._unlogged_until = RemovableHandle.next_id
+        self.is_paused = any(state.parts.experts.inside.are_logged() for state in self._states)
 
     def knows_loads(self, index: int) -> bool:
         """Return whether a layer needs no late replicas: planned for true loads, or without any."""

@@ -1,4 +1,4 @@
-"""Check of a model where its first iteration begins, after all code that may have changed it."""
+"""Checks of a model where an iteration begins, after all code that may have changed it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,35 @@ from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 
 
+def check_experts(states: Sequence[LayerState], clock: Clock) -> None:
+    """Check that nothing has been attached to single experts since the last iteration.
+
+    Raises:
+        ValueError: on the rank that has such code.
+    """
+    if problems := _foreign_code(states):
+        # The next forward begins an iteration again, and is refused as well.
+        clock.end_iteration()
+        raise ValueError("\n".join(["FSSDP cannot run:", *(f"  - {line}" for line in problems)]))
+
+
+def _foreign_code(states: Sequence[LayerState]) -> list[str]:
+    problems: list[str] = []
+    for state in states:
+        if state.config.slots:
+            with collect(problems, state.name):
+                state.parts.experts.inside.check()
+    return problems
+
+
 def check_model(
     states: Sequence[LayerState],
     find_conflicts: Callable[[], Iterable[str]],
     clock: Clock,
 ) -> None:
-    """Check that nothing added after the hook conflicts with replicas. Collective.
+    """Check that nothing added after the hook conflicts with replicas, before the first iteration.
+
+    Collective.
 
     Args:
         states: states of all layers.
@@ -31,10 +54,7 @@ def check_model(
     problems: list[str] = []
     with collect(problems):
         problems += find_conflicts()
-    for state in states:
-        if state.config.slots:
-            with collect(problems, state.name):
-                state.parts.experts.inside.check(is_first=True)
+    problems += _foreign_code(states)
     group = states[0].group
     rank_problems = gather_objects(
         problems, group, what="check of the model", label="first iteration"

@@ -39,7 +39,7 @@ from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast
 from megatron_hecate.step.layer_state import LayerState, Uncopied
 from megatron_hecate.step.load_monitor import LoadMonitor
 from megatron_hecate.step.model_buffers import ModelBuffers
-from megatron_hecate.step.model_check import check_model
+from megatron_hecate.step.model_check import check_experts, check_model
 from megatron_hecate.step.trained_experts import TrainedExperts
 
 
@@ -322,6 +322,8 @@ class Prefetcher(Uncopied, StepEvents):
         if self.find_conflicts is not None:
             check_model(self.states, self.find_conflicts, self.clock)
             self.find_conflicts = None
+        else:
+            check_experts(self.states, self.clock)
         # If weights were loaded in the middle of an iteration, gradients may still wait.
         self.returns.complete()
         if self.clock.microbatches is None:

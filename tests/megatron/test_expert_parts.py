@@ -93,10 +93,6 @@ def _compile(expert: Any) -> None:
     expert.compile(backend="eager")
 
 
-def _other_activation(expert: Any) -> None:
-    expert.activation_func = torch.nn.functional.gelu
-
-
 # what is refused once FSSDP is on; and before, if the message is another one
 ATTACHED: dict[Change, tuple[str, str | None]] = {
     _replace_forward: (
@@ -110,12 +106,11 @@ ATTACHED: dict[Change, tuple[str, str | None]] = {
     _observe_gradient: (r"local_experts.1.linear_fc2 .* has a backward hook of", None),
     _observe_gradient_before: (r"local_experts.1 \(MLP\) has a backward pre-hook of", None),
     _parametrize: (
-        r"local_experts.1.linear_fc1 has parametrized weights|has no parameter 'weight' any more",
+        r"local_experts.1.linear_fc1 has become a Parametrized",
         r"expert 1 of this rank has linear_fc1.class=Parametrized",
     ),
     _normalize: (
-        r"local_experts.1.linear_fc1 .* has a forward pre-hook of torch.nn.utils.weight_norm"
-        r"|has no parameter 'weight' any more",
+        r"local_experts.1.linear_fc1 .* has a forward pre-hook of torch.nn.utils.weight_norm",
         None,
     ),
     _wrap_linear: (
@@ -162,8 +157,7 @@ def test_between_switch_on_and_the_first_step() -> None:
 
     case = tiny_gpt.Case(skew=4)
     tiny_gpt.initialize(case)
-    changes = {change: message for change, (message, _) in ATTACHED.items()}
-    for change, message in {**changes, _other_activation: "has another activation_func"}.items():
+    for change, (message, _) in ATTACHED.items():
         loop = loops.Loop(case, tiny_gpt.fssdp_hook())
         _on_rank_1(loop.chunks, change)
         with pytest.raises(
@@ -175,7 +169,7 @@ def test_between_switch_on_and_the_first_step() -> None:
 
 @ranks(2)
 def test_later() -> None:
-    """Here on all ranks: a rank that notices raises before it computes with replicas."""
+    """Here on all ranks: a rank that notices raises where the next iteration begins, however often it is called."""
     import loops
     import tiny_gpt
 
@@ -190,8 +184,9 @@ def test_later() -> None:
         for layer in tiny_gpt.moe_layers(loop.chunks):
             change(layer.experts.local_experts[1])
         loop.zero()
-        with pytest.raises((ValueError, RuntimeError), match=message):
-            loop.call(2, 1)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=rf"FSSDP cannot run:\n  - layer 1: .*{message}"):
+                loop.call(2, 1)
 
 
 @ranks(2)
