@@ -26,8 +26,6 @@ from megatron_hecate.megatron.grouped_linear import GroupedExperts
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.sequential_experts import (
     check_settings,
-    describe_activation,
-    explain_difference,
     format_shapes,
     list_parameters,
     make_twin,
@@ -106,11 +104,7 @@ class PhysicalExperts:
             "weight" in name and _fuses_wgrad(linear)
             for name, linear in zip(self._names, linears, strict=True)
         ]
-        shapes = format_shapes(self.home(0))
-        for index, home in enumerate(self.homes()):
-            if (home_shapes := format_shapes(home)) != shapes:
-                raise ValueError(explain_difference(index, f"parameters of {home_shapes}", shapes))
-        self.description = f"parameters of {shapes} and activation {describe_activation(experts)}"
+        self.description = f"parameters of {format_shapes(self.home(0))}"
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.home(0)),
             fused=tuple(fused),

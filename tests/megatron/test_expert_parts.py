@@ -308,21 +308,9 @@ def _one_activation(experts: Any) -> None:
     experts.local_experts[1].activation_func = torch.nn.functional.gelu
 
 
-def _one_config(experts: Any) -> None:
-    config = copy.copy(experts.config)
-    config.activation_func = torch.nn.functional.gelu
-    experts.local_experts[1].config = config
-
-
 def _closures(experts: Any) -> None:
     for index, expert in enumerate(experts.local_experts):
         expert.activation_func = lambda x, index=index: index * x
-
-
-def _activation_on_rank_1(experts: Any) -> None:
-    if torch.distributed.get_rank() == 1:
-        for expert in experts.local_experts:
-            expert.activation_func = torch.nn.functional.gelu
 
 
 def _forward_of_all(experts: Any) -> None:
@@ -334,12 +322,9 @@ UNEQUAL: dict[Change, str] = {
     _no_expert: "layer 1: expert 0 of this rank, a _Same, has no parameters",
     _identity: "layer 1: expert 2 of this rank has class=_Same, expert 0 has class=MLP",
     _narrow: "layer 1: expert 3 of this rank has linear_fc1.weight=64x32, expert 0 has linear_fc1.weight=128x32",
-    _narrow_on_rank_1: "layer 1: experts have parameters of 128x32, 32x64 and activation silu on ranks 0 and parameters of 64x32, "
-    "32x64 and activation silu on ranks 1; replicas need experts of one kind and size",
-    _one_config: "layer 1: expert 1 of this rank has config=another TransformerConfig, expert 0 has config=another",
+    _narrow_on_rank_1: "layer 1: experts have parameters of 128x32, 32x64 on ranks 0 and parameters of 64x32, "
+    "32x64 on ranks 1; replicas need experts of one kind and size",
     _closures: "layer 1: expert 1 of this rank has activation_func=_closures.<locals>.<lambda>, expert 0 has",
-    _activation_on_rank_1: "layer 1: experts have parameters of 128x32, 32x64 and activation silu on ranks 0 and "
-    "parameters of 128x32, 32x64 and activation gelu, silu on ranks 1",
     _forward_of_all: "layer 1: its experts (megatron.core.transformer.moe.experts.SequentialMLP) have a forward on "
     "the instance",
     _one_activation: "layer 1: expert 1 of this rank has activation_func=gelu, expert 0 has activation_func=silu",
