@@ -18,7 +18,7 @@ from megatron_hecate.comm.collectives import gather_rows
 from megatron_hecate.comm.rank_0 import refer_to_rank_0
 from megatron_hecate.faults.rendezvous import Question, Verdict
 
-# Upper bound on the problems in the error of a rank other than 0: every rank reads the list.
+# Upper bound on the problems in an error: every rank reads the list.
 LISTED: int = 64
 
 
@@ -64,23 +64,21 @@ class Note:
 
         Raises:
             ValueError: on all ranks, when any rank has a problem or different settings, or no rank
-                has a MoE layer. Rank 0 lists all problems, other ranks the first `LISTED`.
+                has a MoE layer. Lists the first `LISTED` problems.
             TimeoutError: on all ranks, when a rank is missing; names the missing ranks.
             RuntimeError: on all ranks, when the callback raises an exception.
         """
         notes: list[Note] = []
-        lines: list[str] = []
 
         def compare(gathered: list[Any]) -> Verdict:
             notes.extend(Note(**fields) for fields in gathered)
             problems, decision = judge(notes)
-            lines.extend(dict.fromkeys([*_find_problems(notes), *problems]))
-            return Verdict({"problems": shorten(lines), "decision": decision})
+            return Verdict([shorten([*_find_problems(notes), *problems]), decision])
 
         verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(self), compare)
-        # `found` is filled on rank 0 only, where the list must be complete.
-        refuse(lines or verdict.job["problems"])
-        return verdict.job["decision"], notes
+        problems, decision = verdict.job
+        refuse(problems)
+        return decision, notes
 
 
 def _find_problems(notes: Sequence[Note]) -> Iterable[str]:

@@ -1,7 +1,7 @@
 """Rendezvous of all ranks: gather one JSON message per rank on rank 0, broadcast rank 0's decision.
 
 Messages travel through the job's store, not over a process group: a rank that never takes part is
-then a named error after the timeout, not a collective that hangs. Each rank makes three or four
+then a named error after the timeout, not a collective that hangs. Each rank makes four or five
 requests, regardless of the size of the job; the store of a job with 16,384 ranks serves all of them
 in seconds.
 """
@@ -12,7 +12,7 @@ import contextlib
 import dataclasses
 import json
 import math
-import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self
@@ -23,14 +23,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.faults.attempt import Attempt
 
-# Messages that rank 0 reads in one request; one request for all messages of a large job is slower.
+# Keys that are read in one request; one request for all keys of a large job is slower.
 BLOCK: int = 128
 # Missing ranks that an error names, at most.
 NAMED: int = 64
-# Seconds between two polls for messages: the first pause, which doubles up to the second.
-POLL_PAUSES: tuple[float, float] = (0.02, 1.0)
-# Seconds after which rank 0 begins to publish the list of missing ranks.
-LIST_MISSING_AFTER: float = 2.0
+# Seconds that rank 0 may take to find missing ranks, or to decide.
+PATIENCE: float = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +48,7 @@ class Verdict:
 class Question:
     """One gather to rank 0 and one broadcast of its decision, through the store.
 
-    All questions use the same keys, so that the store does not grow.
+    The store does not grow with the number of questions.
 
     Args:
         store: store that all ranks share.
@@ -58,7 +56,7 @@ class Question:
         size: number of ranks.
         number: sequence number of the question in this attempt of the job, equal on all ranks and
             ascending. Messages contain it, because a key may still hold an earlier message.
-        timeout: seconds to wait for the other ranks.
+        timeout: seconds that rank 0 waits for the other ranks.
     """
 
     store: dist.Store
@@ -90,161 +88,103 @@ class Question:
         """
         self.post(note)
         if self.rank == 0:
-            return self.decide(judge, groups=groups)
+            self.decide(judge)
         return self.await_decision(groups)
 
     def post(self, note: Any) -> None:
         """Write this rank's message into the store."""
-        self.store.set(self._note_of(self.rank), _pack([self.number, note]))
+        self.store.set(_note_of(self.rank), _pack([self.number, note]))
+        if self.store.add(self._key("posted"), 1) == self.size:
+            self.store.set(self._key("complete"), "")
 
-    def decide(
-        self, judge: Callable[[list[Any]], Verdict], *, groups: Sequence[str] = ()
-    ) -> Verdict:
-        """Gather all messages, decide, and publish the decision. Rank 0 only; as `ask`."""
-        notes, absent = self._gather()
-        outcome: dict[str, Any] = {"missing": absent}
+    def decide(self, judge: Callable[[list[Any]], Verdict]) -> None:
+        """Gather all messages, decide, and publish the decision. Rank 0 only."""
+        outcome: dict[str, Any] = {}
         parts: dict[str, str] = {}
-        cause: Exception | None = None
-        if not absent:
-            try:
-                verdict = judge([notes[rank] for rank in range(self.size)])
-                parts = {
-                    self._part_of(group): _pack(part) for group, part in verdict.groups.items()
-                }
-                outcome = {"job": json.loads(_pack(verdict.job)), "parts": bool(parts)}
-            # Any exception must reach all ranks: they would wait for the whole timeout otherwise.
-            except Exception as error:
-                cause = error
-                outcome = {"failed": f"{type(error).__name__}: {error}"}
-                parts = {}
-        self._publish(outcome, parts)
-        self._check(outcome, cause)
-        if not parts:
-            return Verdict(outcome["job"])
-        own_parts = {group: json.loads(parts[self._part_of(group)]) for group in groups}
-        return Verdict(outcome["job"], own_parts)
-
-    def _publish(self, outcome: Mapping[str, Any], parts: Mapping[str, str]) -> None:
-        """Write the decision, and its parts by key, into the store."""
+        try:
+            notes = self._gather()
+            missing = [rank for rank, note in enumerate(notes) if note is None]
+            outcome["missing"] = missing[: NAMED + 1]
+            if not missing:
+                verdict = judge([note[1] for note in notes if note is not None])
+                parts = {_part_of(group): _pack(part) for group, part in verdict.groups.items()}
+                outcome["job"] = json.loads(_pack(verdict.job))
+        # Any exception must reach all ranks: they would wait for the whole timeout otherwise.
+        except Exception as error:
+            traceback.print_exc()
+            outcome = {"failed": f"{type(error).__name__}: {error}"}
+            parts = {}
+        outcome["parts"] = bool(parts)
         # The decision is written last, so that a rank that can read it can read its groups' parts.
         self.store.multi_set(  # type: ignore[attr-defined]
-            [*parts, self._verdict(self.number)], [*parts.values(), _pack(outcome)]
+            [*parts, self._key("verdict")], [*parts.values(), _pack(outcome)]
         )
-        # No rank needs the previous decision any more: each rank reads it before it posts the
-        # message for this one.
-        self.store.delete_key(self._verdict(self.number - 1))
+        # Each rank reads the previous decision before it posts the message for this one.
+        previous = dataclasses.replace(self, number=self.number - 1)
+        for name in ("posted", "complete", "verdict"):
+            self.store.delete_key(previous._key(name))
 
     def await_decision(self, groups: Sequence[str] = ()) -> Verdict:
-        """Wait for the decision of rank 0. Ranks other than 0; as `ask`."""
-        key = self._verdict(self.number)
+        """Wait for the decision of rank 0; as `ask`."""
+        # Rank 0 may come as late as any rank, and then waits for the others.
+        patience = 2 * self.timeout + PATIENCE
+        key = self._key("verdict")
+        parts: Sequence[bytes] = ()
         try:
-            self._wait_for(key)
+            self.store.wait([key], timedelta(seconds=patience))
             outcome = json.loads(self.store.get(key))
-            self._check(outcome, None)
-            if not groups or not outcome["parts"]:
-                return Verdict(outcome["job"])
-            parts = self.store.multi_get([self._part_of(group) for group in groups])
+            if groups and outcome["parts"]:
+                parts = self.store.multi_get([_part_of(group) for group in groups])
         # In any of these requests: rank 0 may exit right after it has published the decision.
         except dist.DistNetworkError as error:
             raise RuntimeError(
                 f"FSSDP: rank {self.rank} lost the rendezvous store while it waited for rank 0, "
                 "which has died or left"
             ) from error
-        return Verdict(outcome["job"], dict(zip(groups, map(json.loads, parts), strict=True)))
-
-    def _wait_for(self, key: str) -> None:
-        """Wait until rank 0 has written ``key``. Errors as `ask`, and those of a lost store."""
-        try:
-            self.store.wait([key], timedelta(seconds=self.timeout))
-        except dist.DistNetworkError:
-            raise
-        # A timeout. The subclass of RuntimeError depends on the kind of store.
+        # A timeout, as in `_gather`.
         except RuntimeError as error:
-            raise _too_late(self.rank, self._missing_so_far(), self.timeout) from error
-
-    def _check(self, outcome: Mapping[str, Any], cause: Exception | None) -> None:
+            raise _too_late(self.rank, [0], patience) from error
         if outcome.get("missing"):
-            raise _too_late(0, outcome["missing"], self.timeout) from cause
+            raise _too_late(0, outcome["missing"], self.timeout)
         if "failed" in outcome:
             raise RuntimeError(
                 "FSSDP: rank 0 failed while it evaluated the messages of all ranks: "
                 f"{outcome['failed']}"
-            ) from cause
+            )
+        return Verdict(outcome["job"], dict(zip(groups, map(json.loads, parts), strict=False)))
 
-    def _gather(self) -> tuple[dict[int, Any], list[int]]:
-        """Read the messages of all ranks. Rank 0 only.
-
-        Returns:
-            Messages by rank; and the first ranks without a message at the timeout, if any.
-        """
-        notes: dict[int, Any] = {}
-        start = time.monotonic()
-        pause, longest = POLL_PAUSES
-        published = False
-        while True:
-            for first in range(0, self.size, BLOCK):
-                block = range(first, min(first + BLOCK, self.size))
-                self._read_notes([rank for rank in block if rank not in notes], notes)
-            seconds = time.monotonic() - start
-            absent: list[int] = []
-            if len(notes) < self.size and seconds > min(LIST_MISSING_AFTER, self.timeout / 4):
-                absent = self._find_missing(notes)
-                if absent and seconds >= self.timeout:
-                    return notes, absent
-            # A rank whose timeout expires before rank 0's reads this list, so the list is also
-            # updated after missing ranks have arrived.
-            if absent or published:
-                self.store.set(self._key("missing"), _pack([self.number, absent]))
-                published = True
-            if len(notes) == self.size:
-                return notes, []
-            time.sleep(max(0.0, min(pause, self.timeout - seconds)))
-            pause = min(2 * pause, longest)
-
-    def _read_notes(self, ranks: Sequence[int], notes: dict[int, Any]) -> None:
-        """Add the messages of ``ranks`` to ``notes`` if all of the ranks have written one.
-
-        Messages of earlier questions are skipped.
-        """
-        keys = [self._note_of(rank) for rank in ranks]
-        if keys and self.store.check(keys):
-            for rank, text in zip(ranks, self.store.multi_get(keys), strict=True):
-                number, note = json.loads(text)
-                if number == self.number:
-                    notes[rank] = note
-
-    def _find_missing(self, notes: dict[int, Any]) -> list[int]:
-        """Return the first `NAMED` ranks without a message; add messages found meanwhile."""
-        absent: list[int] = []
-        for rank in range(self.size):
-            if rank not in notes:
-                self._read_notes([rank], notes)
-            if rank not in notes:
-                absent.append(rank)
-            if len(absent) == NAMED:
-                break
-        return absent
-
-    def _missing_so_far(self) -> list[int]:
-        """Return the ranks that rank 0 waits for; rank 0 itself if it has published none."""
-        key = self._key("missing")
-        if self.store.check([key]):
-            number, absent = json.loads(self.store.get(key))
-            if number == self.number and absent:
-                return absent
-        return [0]
+    def _gather(self) -> list[Any]:
+        """Read ``[number, message]`` of every rank, ``None`` of a rank without. Rank 0 only."""
+        # A timeout; its subclass of RuntimeError depends on the kind of store.
+        with contextlib.suppress(RuntimeError):
+            self.store.wait([self._key("complete")], timedelta(seconds=self.timeout))
+        texts = read_keys(self.store, [_note_of(rank) for rank in range(self.size)])
+        notes = [json.loads(text) if text is not None else [0, None] for text in texts]
+        return [note if note[0] == self.number else None for note in notes]
 
     def _key(self, name: str) -> str:
-        return f"megatron_hecate/{name}"
+        return f"megatron_hecate/{self.number}/{name}"
 
-    def _note_of(self, rank: int) -> str:
-        return self._key(f"note/{rank}")
 
-    def _part_of(self, group: str) -> str:
-        return self._key(f"group/{group}")
+def read_keys(store: dist.Store, keys: Sequence[str]) -> list[bytes | None]:
+    """Read many keys of a store; ``None`` for each key that is not there."""
+    values: dict[str, bytes] = {}
+    for first in range(0, len(keys), BLOCK):
+        block = list(keys[first : first + BLOCK])
+        # `multi_get` waits for missing keys. One check covers a whole block.
+        if not store.check(block):
+            block = [key for key in block if store.check([key])]
+        if block:
+            values.update(zip(block, store.multi_get(block), strict=True))
+    return [values.get(key) for key in keys]
 
-    def _verdict(self, number: int) -> str:
-        return self._key(f"verdict/{number}")
+
+def _note_of(rank: int) -> str:
+    return f"megatron_hecate/note/{rank}"
+
+
+def _part_of(group: str) -> str:
+    return f"megatron_hecate/group/{group}"
 
 
 def _pack(value: Any) -> str:
@@ -252,12 +192,10 @@ def _pack(value: Any) -> str:
 
 
 def _too_late(rank: int, absent: Sequence[int], timeout: float) -> TimeoutError:
-    ending = ""
-    if len(absent) == NAMED:
-        ending = " and more"
+    ending = " and more" if len(absent) > NAMED else ""
     return TimeoutError(
-        f"FSSDP: rank {rank} waited {timeout:g} s for ranks {absent}{ending} to switch FSSDP on; "
-        "is --moe-fssdp given on every rank, and does every rank build the model?"
+        f"FSSDP: rank {rank} waited {timeout:g} s for ranks {absent[:NAMED]}{ending} to switch "
+        "FSSDP on; is --moe-fssdp given on every rank, and does every rank build the model?"
     )
 
 

@@ -30,23 +30,24 @@ def test_notes_are_compared() -> None:
     if rank:
         with pytest.raises(
             TimeoutError,
-            match=rf"FSSDP: rank {rank} waited 0.5 s for ranks \[0\] to switch FSSDP on",
+            match=rf"FSSDP: rank {rank} waited 6 s for ranks \[0\] to switch FSSDP on",
         ):
             good.agree(timeout=0.5)
     dist.barrier()
 
 
 @ranks(3)
-def test_many_problems_are_listed_by_rank_0_and_counted_elsewhere() -> None:
+def test_many_problems_are_counted() -> None:
     """So that what all ranks of a large job read stays small; ranks with the same settings share a line."""
     rank = dist.get_rank()
-    bad = Note({"slots": 2 + min(rank, 1)}, ["layer 1"], [f"rank {rank}: {i}" for i in range(40)])
+    problems = [f"rank {rank}: {i}" for i in range(40)]
+    bad = Note({"slots": 2 + min(rank, 1)}, ["layer 1"], problems)
     with pytest.raises(ValueError) as caught:
         bad.agree(timeout=20.0)
     lines = [f"  - rank {r}: {i}" for r in range(3) for i in range(40)]
-    lines.append("  - ranks 1-2 have slots=3, rank 0 has slots=2")
-    shown = lines if rank == 0 else [*lines[:LISTED], f"  - and {121 - LISTED} more"]
-    assert str(caught.value).splitlines()[1:] == shown
+    assert str(caught.value).splitlines()[1:] == [*lines[:LISTED], f"  - and {121 - LISTED} more"]
+    with pytest.raises(ValueError, match=r"  - ranks 1-2 have slots=3, rank 0 has slots=2$"):
+        Note(bad.settings, bad.layers).agree(timeout=20.0)
 
 
 @ranks(2)
