@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.faults import under_way, watchdog
+from megatron_hecate.faults import under_way
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ def wait_collective(
 
     Raises:
         TransferError: when a rank dies or does not take part in time; names ``label`` and the ranks
-            of the group, and after the timeout the ranks behind.
+            of the group.
     """
     start = time.monotonic()
     try:
@@ -86,13 +86,8 @@ def wait_collective(
         else:
             work.wait(timeout=timedelta(seconds=timeout))
     except RuntimeError as error:
-        seconds = time.monotonic() - start
-        duration = f"{seconds:.1f} s (timeout {timeout:g} s)"
-        failure = _failure(group, what=what, label=label, duration=duration, cause=error)
-        # The wait ends before the watchdog prints its line, which is due at the same time.
-        if seconds >= timeout and (stragglers := watchdog.name_stragglers()):
-            failure = TransferError(f"{failure} {stragglers}")
-        raise failure from error
+        duration = f"{time.monotonic() - start:.1f} s (timeout {timeout:g} s)"
+        raise _failure(group, what=what, label=label, duration=duration, cause=error) from error
 
 
 def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str) -> list[T]:

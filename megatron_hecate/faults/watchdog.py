@@ -2,14 +2,9 @@
 
 Where Megatron's own all-to-all waits for a rank, no wait of ours ends with an error. Therefore
 every rank posts its progress from a background thread, over a store connection of its own. After a
-long stall rank 0 reads all heartbeats and prints one line for the job; training continues to wait
-for as long as Megatron decides.
-
-| rank 0 | who prints |
-|---|---|
-| waits | rank 0 |
-| stopped, moves on, or has no MoE layers | the first rank of each group, or else its other ranks |
-| stopped, and serves the store | each rank: the store does not answer |
+long stall the first rank of an FSSDP group (the second, if the first is stopped) reads the group's
+heartbeats, and prints one line if a rank is behind. In a stall of the whole job that is the group
+of the rank that the others wait for. Training continues to wait for as long as Megatron decides.
 """
 
 from __future__ import annotations
@@ -19,8 +14,8 @@ import dataclasses
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,25 +24,14 @@ from torch.distributed.distributed_c10d import _get_default_store
 from megatron_hecate.faults import under_way
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
-from megatron_hecate.faults.heartbeats import (
-    Heartbeat,
-    Heartbeats,
-    heartbeat_key,
-    name_ranks_behind,
-    name_silent,
-    read_heartbeats,
-    running_line,
-)
-from megatron_hecate.faults.rendezvous import job_timeout
+from megatron_hecate.faults.rendezvous import job_timeout, read_keys
 
 # Seconds between two heartbeats of a rank, at least, unless a quarter of the timeout is shorter.
 SHORTEST_PAUSE: float = 3.0
 # Upper bound for all ranks together: a store serves some 14,500 operations a second.
 HEARTBEATS_PER_SECOND: float = 500.0
-NO_ANSWER = (
-    "The rendezvous store does not answer: rank 0, which hosts it unless torchrun does, is stopped"
-)
-T = TypeVar("T")
+# Ranks that a line names, at most.
+NAMED: int = 8
 
 
 @dataclasses.dataclass
@@ -62,13 +46,11 @@ class Position:
             backward, and ends of backwards. Ranks of a group pass the same places.
         iteration: number of the running iteration.
         place: the last place; a layer's name, as a rule.
-        remark: returns text about ranks that were slow before a stall; empty if none was.
     """
 
     steps: int = 0
     iteration: int = 0
     place: str = ""
-    remark: Callable[[], str] = str
     # The last autograd graph task for which the end of the backward was queued.
     _backward: int = -1
     # For each layer, the hook that records its backward.
@@ -129,181 +111,160 @@ class Position:
 here = Position()
 
 
+@dataclasses.dataclass(frozen=True)
+class Heartbeat:
+    """State of one rank at the time when it posted this heartbeat to the store.
+
+    Args:
+        posted: time of the heartbeat, seconds since 1970.
+        steps: progress counter of the training thread (see `Position`).
+        where: the training thread's position, as text.
+        since: time at which the rank reached the position, seconds since 1970.
+        host: host name.
+        transfers: transfers of experts in flight, if the rank makes no progress.
+    """
+
+    posted: float
+    steps: int
+    where: str
+    since: float
+    host: str
+    transfers: str = ""
+
+
+def name_ranks_behind(
+    heartbeats: Mapping[int, Heartbeat | None], *, moment: float, silence: float
+) -> str:
+    """Describe the ranks of a group that the others wait for; empty if there are none.
+
+    Args:
+        heartbeats: by rank; ``None`` without a heartbeat yet.
+        moment: time of the reading, seconds since 1970. Clocks agree within ``silence``.
+        silence: age in seconds from which a process without a heartbeat counts as stopped, and a
+            rank as stalled at its position. A slow rank moves.
+    """
+    furthest = max((beat.steps for beat in heartbeats.values() if beat is not None), default=0)
+    behind: list[tuple[float, str]] = []
+    for rank, beat in heartbeats.items():
+        if beat is None:
+            behind.append((0.0, f"rank {rank} (no heartbeat received)"))
+            continue
+        is_silent = moment - beat.posted > silence
+        if is_silent or (beat.steps < furthest and moment - beat.since > silence):
+            state = "stopped, exited or unreachable; last heartbeat: " if is_silent else ""
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(beat.since))
+            text = f"rank {rank} on {beat.host} ({state}{beat.where}, since {since})"
+            behind.append((beat.since, text))
+    if not behind:
+        return ""
+    # The rank that stopped first may be the cause of the other stalls.
+    named = ", ".join(text for _, text in sorted(behind)[:NAMED])
+    ending = f", and {len(behind) - NAMED} more" if len(behind) > NAMED else ""
+    return f"Behind: {named}{ending}"
+
+
 class Watchdog(BackgroundThread):
-    """Thread that posts this rank's heartbeats, and reports a stall.
+    """Thread that posts this rank's heartbeats, and reports a stall of its group.
 
     Args:
         store: clone of the job's store that no other thread uses.
         rank: this rank.
-        size: number of ranks of the job.
-        group: first rank of this rank's FSSDP group; -1 without MoE layers.
+        ranks: ranks that pass the same places as this rank, which is one of them.
+        interval: seconds between two heartbeats.
         timeout: returns the seconds without progress after which a line is printed.
         is_over: returns True once the job's process group has been destroyed.
     """
 
     def __init__(
         self,
-        store: Any,
+        store: dist.Store,
         rank: int,
-        size: int,
+        ranks: Sequence[int],
         *,
-        group: int,
+        interval: float,
         timeout: Callable[[], float],
         is_over: Callable[[], bool],
     ) -> None:
         super().__init__("progress")
         self._store = store
         self._rank = rank
-        self._size = size
-        self._group = group
+        self._ranks = ranks
+        self._interval = interval
         self._timeout = timeout
         self.is_over = is_over
-        self.interval = max(size / HEARTBEATS_PER_SECOND, min(SHORTEST_PAUSE, timeout() / 4))
         self._host = socket.gethostname()
-        # Position and start of the present stall, whether its line is printed, and the seconds
-        # since the last report or look at the other ranks.
+        # Steps and start of the present stall, and whether its line is printed.
         self._steps = here.steps
         self._since = time.time()
         self._is_reported = False
-        self._stalled = 0.0
-
-    @property
-    def silence(self) -> float:
-        """Seconds without a heartbeat, or at one position, from which a rank counts as stalled."""
-        return self._timeout() / 2
 
     def run(self) -> None:
         # The store and the job end together.
         with contextlib.suppress(RuntimeError, OSError):
-            seconds = 0.0
             while not self.is_over():
-                self._check_progress(seconds)
                 self._post()
-                begin = time.monotonic()
-                if self.stopping.wait(self.interval):
+                if self._is_long_stall() and self._is_reporter():
+                    self._report()
+                if self.stopping.wait(self._interval):
                     return
-                seconds = time.monotonic() - begin
-
-    def _check_progress(self, seconds: float) -> None:
-        """Measure the stall of the training thread, and report a long one.
-
-        Args:
-            seconds: seconds since the last call.
-        """
-        if here.steps != self._steps:
-            self._steps = here.steps
-            self._since = time.time()
-            self._is_reported = False
-            self._stalled = 0.0
-            return
-        # A longer pause means that this whole process was stopped, which is no stall of training.
-        self._stalled += min(seconds, 2 * self.interval)
-        if self._steps and not self._is_reported and self._stalled >= self._timeout():
-            self._stalled = 0.0
-            self._report()
 
     def _post(self) -> None:
         """Post a heartbeat."""
         # Read once: the training thread may move on meanwhile.
         steps = here.steps
         moment = time.time()
-        heartbeat = Heartbeat(moment, steps, str(here), moment, self._host, self._group)
-        if steps == self._steps:
-            is_stalled = moment - self._since > self.silence
-            heartbeat = dataclasses.replace(
-                heartbeat,
-                since=self._since,
-                line=running_line(),
-                transfers=under_way.describe() if is_stalled else "",
-            )
-        self._store.set(heartbeat_key(self._rank), json.dumps(dataclasses.astuple(heartbeat)))
+        if steps != self._steps:
+            self._steps = steps
+            self._since = moment
+            self._is_reported = False
+        is_stalled = moment - self._since > self._timeout() / 2
+        transfers = under_way.describe() if is_stalled else ""
+        beat = Heartbeat(moment, steps, str(here), self._since, self._host, transfers)
+        self._store.set(heartbeat_key(self._rank), json.dumps(dataclasses.astuple(beat)))
+
+    def _is_long_stall(self) -> bool:
+        """Return whether the present stall is long enough for a line that is not yet printed."""
+        seconds = time.time() - self._since
+        return bool(self._steps) and not self._is_reported and seconds >= self._timeout()
+
+    def _is_reporter(self) -> bool:
+        """Return whether this rank reports for its group: the first, or else the second one."""
+        first, *others = self._ranks
+        if self._rank != first and self._rank in others[:1]:
+            beat = self._read([first])[first]
+            return beat is None or time.time() - beat.posted > self._timeout() / 2
+        return self._rank == first
 
     def _report(self) -> None:
-        """Print one line about the present stall, unless rank 0 or the group's first rank does."""
-        heartbeats = self.ask(self._read_unless_reported)
-        if heartbeats is None:
-            self._print(NO_ANSWER)
-        elif heartbeats:
-            text = name_ranks_behind(heartbeats, moment=time.time(), silence=self.silence)
-            waiting = [
-                f"Under way on rank {rank}: {heartbeat.transfers}"
-                for rank, heartbeat in enumerate(heartbeats)
-                if heartbeat and heartbeat.transfers
-            ]
-            # Without a text all ranks are at the same place and line, as in a long evaluation.
-            if text:
-                self._print(". ".join([text, *waiting[:1]]))
+        """Print one line about the present stall, if a rank is behind.
 
-    def _read_unless_reported(self, store: dist.Store) -> list[Heartbeat | None]:
-        """Read the heartbeats of all ranks; none if another rank reports the stall."""
-        moment = time.time()
-        reporters = [rank for rank in (0, self._group) if 0 <= rank < self._rank]
-        for reporter in read_heartbeats(store, reporters):
-            if (
-                reporter is not None
-                and reporter.steps
-                and reporter.is_stalled(moment, self.silence)
-                and not reporter.is_silent(moment, self.silence)
-            ):
-                return []
-        return read_heartbeats(store, range(self._size))
-
-    def _print(self, text: str) -> None:
-        """Print one line about the present stall, unless training has moved on.
-
-        Args:
-            text: the ranks behind, or the store's failure.
+        Otherwise all ranks of the group are at the same place, as in a long evaluation.
         """
-        if here.steps != self._steps:
+        beats = self._read(self._ranks)
+        moment = time.time()
+        behind = name_ranks_behind(beats, moment=moment, silence=self._timeout() / 2)
+        # Training may have moved on.
+        if not behind or here.steps != self._steps:
             return
         self._is_reported = True
-        seconds = time.time() - self._since
-        line = f"FSSDP: rank {self._rank} made no progress for {seconds:.0f} s: {here}. {text}"
-        # A failure there must not hide the line.
-        with contextlib.suppress(Exception):
-            if slow := here.remark():
-                line += f". Before: {slow}"
+        seconds = moment - self._since
+        line = f"FSSDP: rank {self._rank} made no progress for {seconds:.0f} s: {here}. {behind}"
+        for rank, beat in beats.items():
+            if beat is not None and beat.transfers:
+                line += f". Under way on rank {rank}: {beat.transfers}"
+                break
         print(line, flush=True)
 
-    def ask(self, function: Callable[[dist.Store], T]) -> T | None:
-        """Call ``function`` with a new connection to the store; return ``None`` if it is stuck."""
-        answers: list[T] = []
-
-        def ask() -> None:
-            # The store fails if the rank that hosts it has exited.
-            with contextlib.suppress(RuntimeError, OSError):
-                answers.append(function(self._store.clone()))
-
-        # A store whose host is stopped blocks for minutes, so a thread of its own asks it.
-        question = BackgroundThread("ranks", ask)
-        question.start()
-        question.join(self.interval + self._timeout() / 2)
-        return answers[0] if answers else None
-
-    def describe(self, text: Callable[..., str], silence: float) -> str:
-        """Return ``text`` of the heartbeats of all ranks, or text about the store's failure."""
-        heartbeats: Heartbeats | None = self.ask(
-            lambda store: read_heartbeats(store, range(self._size))
-        )
-        if heartbeats is None:
-            return "the rendezvous store does not answer"
-        return text(heartbeats, moment=time.time(), silence=silence)
+    def _read(self, ranks: Sequence[int]) -> dict[int, Heartbeat | None]:
+        """Read the last heartbeats of ``ranks``."""
+        texts = read_keys(self._store, [heartbeat_key(rank) for rank in ranks])
+        beats = [None if text is None else Heartbeat(*json.loads(text)) for text in texts]
+        return dict(zip(ranks, beats, strict=True))
 
 
-def name_silent_ranks() -> str:
-    """Name the ranks whose processes post no heartbeats any more. Takes seconds."""
-    if _running is None:
-        return ""
-    # A rank that died just now has posted its last heartbeat at most one interval ago.
-    time.sleep(2.5 * _running.interval)
-    return _running.describe(name_silent, 2 * _running.interval) or "all ranks still live"
-
-
-def name_stragglers() -> str:
-    """Name the ranks behind after a wait that timed out; may be empty."""
-    if _running is None:
-        return ""
-    return _running.describe(name_ranks_behind, _running.silence)
+def heartbeat_key(rank: int) -> str:
+    """Return the store's key of the heartbeat of ``rank``."""
+    return f"megatron_hecate/progress/{rank}"
 
 
 _running: Watchdog | None = None
@@ -317,7 +278,8 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     the whole of it torch's watchdog terminates the process.
 
     Args:
-        groups: groups of ranks that compute this rank's layers together.
+        groups: groups of ranks that compute this rank's layers together; without any, nothing
+            starts.
         timeout: seconds.
     """
     global _running
@@ -326,14 +288,18 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
         if _running.is_alive() and not _running.is_over():
             return
         _running.stop()
-    vars(here).update(vars(Position(remark=here.remark)))
+    vars(here).update(vars(Position()))
     under_way.forget()
+    if not groups:
+        return
+    bound = min(timeout, job_timeout() / 2)
     store: Any = _get_default_store()
     _running = Watchdog(
         store.clone(),
         dist.get_rank(),
-        dist.get_world_size(),
-        group=groups[0][0] if groups else -1,
+        groups[0],
+        interval=max(dist.get_world_size() / HEARTBEATS_PER_SECOND, min(SHORTEST_PAUSE, bound / 4)),
+        # The job may change its timeout after its first iteration.
         timeout=lambda: min(timeout, job_timeout() / 2),
         is_over=lambda: attempt.is_over,
     )

@@ -16,9 +16,7 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_hecate import trace
 from megatron_hecate.comm.agreement import assert_same
-from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.device import device_of_rank
-from megatron_hecate.faults import watchdog
 from megatron_hecate.homes.exchange import Relocation
 from megatron_hecate.homes.optimizer_state import StateOnRanks
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
@@ -132,13 +130,8 @@ class Homes:
         old_order = _order_of(state.homes)
         num_homes = state.parts.experts.num_homes
         for moves in _rounds(old_order, order, num_homes, on_ranks.expert_bytes):
-            try:
-                with trace.span("homes move", state.name):
-                    self._carry_out(moves, state, on_ranks)
-            except TransferError as error:
-                # the error of a collective does not name the missing rank
-                silent = watchdog.name_silent_ranks()
-                raise TransferError(f"{error} Of all ranks: {silent}") from error
+            with trace.span("homes move", state.name):
+                self._carry_out(moves, state, on_ranks)
 
     def _carry_out(self, moves: Sequence[Move], state: LayerState, on_ranks: StateOnRanks) -> None:
         """Exchange and write one round."""

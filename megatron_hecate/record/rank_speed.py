@@ -34,9 +34,6 @@ CANDIDATES: int = 24
 MOST_OVERHEAD: float = 4.0
 # Weight of the ranks' equality against the rest of the fit.
 EQUALITY: float = 0.02
-# Iterations that a history keeps, and slow ranks that a sentence names.
-KEPT: int = 256
-NAMED: int = 8
 # Tokens over the mean of ranks from which a time counts.
 SCARCE: float = 0.1
 # Standard deviations in a median absolute deviation of normal noise.
@@ -89,16 +86,11 @@ class RankSpeed:
 
 
 class SpeedHistory:
-    """Measurements of the last iterations of one stage, on every rank of the group.
+    """Measurements of the last iterations of one stage, on every rank of the group."""
 
-    Args:
-        names: name of each rank, for sentences; by default its number.
-    """
-
-    def __init__(self, names: Sequence[str] = ()) -> None:
-        self._names = names
+    def __init__(self) -> None:
         # Iteration, nanoseconds, tokens in that time, and all tokens, [N] each.
-        self._rows: deque[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = deque(maxlen=KEPT)
+        self._rows: deque[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = deque(maxlen=FITTED)
 
     def add(
         self, iteration: int, nanoseconds: np.ndarray, tokens: np.ndarray, loads: np.ndarray
@@ -115,35 +107,20 @@ class SpeedHistory:
             (iteration, *(values.sum(axis=0) for values in (nanoseconds, tokens, loads)))
         )
 
-    def speeds(self, last: int = KEPT) -> list[RankSpeed]:
-        """Return the verdict about every rank; empty without measurements. Any thread may call.
-
-        Args:
-            last: number of iterations; fewer take less time, and date no earlier beginning.
-        """
-        rows = list(self._rows)[-last:]
-        if not rows:
+    def speeds(self) -> list[RankSpeed]:
+        """Return the verdict about every rank; empty without measurements."""
+        if not self._rows:
             return []
-        iterations, nanoseconds, tokens, loads = zip(*rows, strict=True)
+        iterations, nanoseconds, tokens, loads = zip(*self._rows, strict=True)
         return rank_speeds(
             1e-9 * np.stack(nanoseconds), np.stack(tokens), np.stack(loads), iterations=iterations
         )
 
     def slowest(self) -> float:
         """Return the largest pace of a rank; NaN without measurements."""
-        # Called for each logged iteration: the verdict and its fit need no earlier iterations.
-        paces = [speed.pace for speed in self.speeds(FITTED)]
+        paces = [speed.pace for speed in self.speeds()]
         # A rank without enough measurements has no pace.
         return max((pace for pace in paces if not math.isnan(pace)), default=math.nan)
-
-    def describe(self) -> str:
-        """Return a sentence about the slow ranks; empty if there are none."""
-        slow = [speed for speed in self.speeds() if speed.is_slow]
-        slow.sort(key=lambda speed: -speed.pace)
-        clauses = [
-            speed.describe(self._names[speed.rank] if self._names else "") for speed in slow[:NAMED]
-        ]
-        return "; ".join(clauses)
 
 
 def rank_speeds(

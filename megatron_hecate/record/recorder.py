@@ -27,7 +27,6 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
-from megatron_hecate.faults.watchdog import here
 from megatron_hecate.megatron import training_globals
 from megatron_hecate.plan import LayerShape, Speeds
 from megatron_hecate.record import loggers
@@ -243,12 +242,7 @@ class StageRecorder:
         self._metrics = JobMetrics(info.layers)
         # The last message must be sent when the model is freed, before another model is built.
         weakref.finalize(self, self._metrics.put, math.inf, dict)
-        # Expert-tensor-parallel ranks compute the same tokens: the first one names them.
-        ranks = dist.get_process_group_ranks(group)
-        ranks_each = len(ranks) // info.ranks
-        self._speeds = SpeedHistory([f"rank {rank}" for rank in ranks[::ranks_each]])
-        # The watchdog adds slow ranks to its line.
-        here.remark = self._speeds.describe
+        self._speeds = SpeedHistory()
         # Number of the running iteration, from Megatron's loop or else counted here.
         self.running = 0
         self._writer: RunWriter | None = None
@@ -314,8 +308,6 @@ class StageRecorder:
         Sums in flight are not collected: their process groups are destroyed.
         """
         atexit.unregister(self._at_exit)
-        if here.remark == self._speeds.describe:
-            here.remark = str
         if self._writer is not None:
             self._writer.close()
 

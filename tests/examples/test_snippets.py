@@ -46,7 +46,7 @@ BLOCKS = {
     "docs/observe.md": "commands loop loop",
     "docs/operate.md": "launchers",
     "docs/report.md": "commands",
-    "docs/scale.md": "tests/faults/test_watchdog.py tests/faults/test_watchdog.py",
+    "docs/scale.md": "tests/faults/test_watchdog.py",
     "docs/what-if.md": "commands files drawing",
     "tests/README.md": "commands commands",
     "docs/gpu.md": "commands commands",

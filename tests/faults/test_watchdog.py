@@ -217,35 +217,3 @@ def test_a_rank_that_hangs_in_its_backward_is_named(mode: str) -> None:
         _check_line(read(0), waits, f"iteration {iteration}, {behind}")
     assert not _lines(read(1)), "once for the job"
     dist.barrier()  # rank 0 serves the store
-
-
-@ranks(2)
-def test_pipeline_stages_that_wait_for_each_other_tell_their_lines() -> None:
-    """The first stage's data loader hangs, in the third iteration. No rank is behind another one of its own group."""
-    import tiny_gpt
-
-    case = tiny_gpt.Case(ep=1, pp=2, accumulate=2)
-    tiny_gpt.initialize(case)
-    read = _start_over_tcp()
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    tiny_gpt.initialize(case)
-    ours = _train(case, "observe")
-    rank = dist.get_rank()
-    if rank == 0:
-        hang_in_the_loader(read)
-    ours.step(2)
-    dist.barrier()
-    (line,) = _lines(read(0)) + _lines(read(1))
-    assert re.fullmatch(
-        r"FSSDP: rank 0 made no progress for \d+ s: iteration 2, the optimizer's step\. No rank is behind its group\. "
-        r"Ranks are in test_watchdog\.py:\d+ hang_in_the_loader \(rank 0\); p2p_communication\.py:\d+ \w+ \(rank 1\)",
-        line,
-    ), line
-
-
-def hang_in_the_loader(read: Callable[[int], str]) -> None:
-    deadline = time.monotonic() + 30
-    while not _lines(read(0)) and time.monotonic() < deadline:
-        time.sleep(0.1)

@@ -44,7 +44,6 @@ def test_slow_and_hot_ranks_are_told_apart(slow: bool, hot: bool) -> None:
     import tiny_gpt
     import torch.distributed as dist
 
-    from megatron_hecate.faults.watchdog import here
     from megatron_hecate.record.run_folder import read
     from megatron_hecate.tools.run import Run
 
@@ -76,11 +75,6 @@ def test_slow_and_hot_ranks_are_told_apart(slow: bool, hot: bool) -> None:
     if slow:
         # A part of an expert's time is not slowed.
         assert 1.2 < found[SLOW].pace < 1.1 * PACE
-        assert here.remark().startswith(f"rank {SLOW} is slow: {found[SLOW].pace:.2f} times"), (
-            here.remark()
-        )
-    else:
-        assert here.remark() == ""
 
 
 @ranks(2)
