@@ -88,9 +88,9 @@ def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
     """
     config = HecateConfig.check(config)
     # the import loads Megatron, which importing this package must not
-    from megatron_hecate.switch_on import convert
+    from megatron_hecate.switch_on.convert import Hook
 
-    return convert.fssdp(config)
+    return Hook(config)
 
 
 def restore_homes(model: Any) -> None:

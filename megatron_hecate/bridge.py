@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import re
 import sys
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -70,8 +69,7 @@ def enable(config: Any, **settings: Any) -> None:
     # A framework may never call ``pretrain``: then `entry` reads the settings from here when DDP
     # wraps the model, or refuses the first step.
     for model in _models(config):
-        vars(model).update({**request, **fssdp_arguments(model)})
-    REQUEST.models.append(weakref.ref(config.model))
+        REQUEST.add(model, {**request, **fssdp_arguments(model)})
 
 
 class Metrics(callbacks.Callback):

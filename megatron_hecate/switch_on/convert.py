@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -23,57 +23,38 @@ from megatron_hecate.step.layer import FSSDPLayer
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.switch_on import entry
 from megatron_hecate.switch_on.attach import Chunks, Model, attach
-from megatron_hecate.switch_on.chunks import PendingChunks, mark, marks
+from megatron_hecate.switch_on.entry import marks, num_chunks
 from megatron_hecate.switch_on.proposal import Proposal
 from megatron_hecate.switch_on.request import REQUEST
 from megatron_hecate.switch_on.summary import print_summary
 
 
-def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
-    """Return the hook that converts every ``MoELayer`` of a model into an FSSDP layer, in place.
-
-    Run the hook on all ranks, after the model chunks are built and before DDP wraps the chunks: as
-    a pre-wrap hook of a Megatron-Bridge provider or of ``megatron.training``'s model config, or
-    directly. A second run changes nothing. The hook takes the list of model chunks, or a model, and
-    returns its argument.
-
-    As a callback of mbridge (``post_model_creation_callbacks``) it gets the chunks of a virtual
-    pipeline one at a time. It then converts all of them with the last one.
-
-    The hook raises on every rank, lists the problems of all ranks, and leaves the model unchanged.
-
-    Raises:
-        ValueError: for settings that cannot be combined, differ between ranks, or do not fit the
-            model.
-        TypeError: for a ``config`` or a model of another type.
-        TimeoutError: when some rank does not run the hook within ``config.timeout``.
-    """
-    # refuses a wrapper that would take the experts' weights after the hook
-    entry.install()
-    return _Hook(HecateConfig.check(config))
-
-
 # With slots, because Bridge copies the contents of a model's configuration and sets attributes.
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Hook:
-    """Hook of `fssdp`; an object and not a closure, so that it can be pickled and compared."""
+class Hook:
+    """Hook of `megatron_hecate.fssdp`; an object, so that it can be pickled and compared."""
 
     config: HecateConfig
-    pending: PendingChunks = dataclasses.field(default_factory=PendingChunks, compare=False)
 
     def __call__(self, model: Any, **_: Any) -> Any:
         """Convert ``model``; keyword arguments are those of mbridge's callbacks."""
-        chunks: Chunks | None = _chunks_of(model)
+        # refuses a wrapper that would take the experts' weights after the hook
+        entry.install()
+        chunks = _chunks_of(model)
         marked = marks(chunks)
-        if not marked:
-            chunks = self.pending.complete(chunks)
-        if chunks is None:
+        config = getattr(chunks[0], "config", None) if len(chunks) == 1 else None
+        if config is not None and not marked and num_chunks(config) > 1:
+            # One of several chunks, as from mbridge. They share buffers and iterations, so that
+            # `entry` converts them together, where DDP wraps the first.
+            REQUEST.add(config, self.config.as_arguments())
             return model
         if not self.config.observe:
             _convert(Model.find(chunks), self.config)
         elif True not in marked:
             observe(chunks, self.config)
-        mark(chunks, observing=self.config.observe)
+        # a mark, because a pipeline stage may have no MoE layers to show that the hook has run
+        for chunk in chunks:
+            chunk._fssdp_hook = self.config.observe
         REQUEST.is_answered = True
         return model
 

@@ -8,10 +8,10 @@ steps of torch's optimizers.
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -20,7 +20,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_hecate.comm.agreement import SwitchOnError, refuse
 from megatron_hecate.switch_on import unsupported
-from megatron_hecate.switch_on.chunks import marks, num_chunks
 from megatron_hecate.switch_on.request import REQUEST
 
 WAY_OUT = (
@@ -36,38 +35,27 @@ def install() -> None:
 
     def construct(kind: type, *args: Any, **kwargs: Any) -> Any:
         # before any ``__init__``, because Megatron-FSDP takes the parameters in its own
-        arguments = _bind(kind, args, kwargs)
-        # a copy is made without arguments
-        if arguments.get("module") is not None:
-            switch_on(kind, arguments.get("config"), arguments["module"])
+        for argument in (*args, *kwargs.values()):
+            # a copy is made without arguments
+            if isinstance(argument, Module):
+                switch_on(kind, argument)
         return super(_BaseDataParallel, kind).__new__(kind)
 
     _BaseDataParallel.__new__ = staticmethod(construct)  # type: ignore[method-assign,assignment]
     register_optimizer_step_pre_hook(_refuse_step_while_off)
 
 
-def _bind(kind: type, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a constructor by name; a subclass may pass on any arguments."""
-    for base in kind.__mro__:
-        signature = inspect.signature(base.__init__)  # type: ignore[misc]
-        if "module" in signature.parameters:
-            names = signature.parameters.keys() & kwargs.keys()
-            named = {name: kwargs[name] for name in names}
-            return signature.bind_partial(None, *args, **named).arguments
-    return {}
-
-
-def switch_on(wrapper: type, config: Any, module: Module) -> None:
+def switch_on(wrapper: type, module: Module) -> None:
     """Run the hook on a model that is about to be wrapped, if FSSDP was asked for.
 
     Args:
         wrapper: Megatron's data-parallel class around the model.
-        config: the model's ``TransformerConfig``.
         module: one chunk of the model; the other chunks are searched for.
 
     Raises (on every rank):
         SwitchOnError: for settings that cannot be combined, or chunks that cannot be found.
     """
+    config = getattr(module, "config", None)
     if converted := marks([module]):
         if False in converted:
             _refuse_fsdp(wrapper, config)
@@ -84,9 +72,9 @@ def switch_on(wrapper: type, config: Any, module: Module) -> None:
     if not settings.observe:
         _refuse_fsdp(wrapper, config, settings.as_arguments(), slots=settings.slots)
     # the import loads what only FSSDP needs, such as numba
-    from megatron_hecate.switch_on import convert
+    from megatron_hecate.switch_on.convert import Hook
 
-    convert.fssdp(settings)(_chunks_beside(module, config))
+    Hook(settings)(_chunks_beside(module, config))
 
 
 def _refuse_fsdp(wrapper: type, *sources: Any, slots: int = 0) -> None:
@@ -130,3 +118,19 @@ def _chunks_beside(module: Module, config: Any) -> list[Module]:
             f"wrapped; {WAY_OUT}"
         ]
     )
+
+
+def num_chunks(config: Any) -> int:
+    """Return the number of model chunks per rank: stages of a virtual pipeline, else 1."""
+    if not parallel_state.model_parallel_is_initialized():
+        return 1
+    if parallel_state.get_pipeline_model_parallel_world_size() == 1:
+        return 1
+    stages = getattr(config, "virtual_pipeline_model_parallel_size", None)
+    return stages or parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
+
+
+def marks(chunks: list[Module]) -> set[bool]:
+    """Return the values of ``observe`` with which the hook has run on the model chunks."""
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return {module._fssdp_hook for module in modules if hasattr(module, "_fssdp_hook")}

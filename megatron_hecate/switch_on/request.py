@@ -22,7 +22,7 @@ class Request:
         launched: flags given to our launcher, by argparse's names.
         parsed: newest namespace of Megatron's parser, which a script may not pass on to Megatron.
         recipe: values of our flags in the recipe that Megatron-Bridge trains.
-        models: model configurations that ask for FSSDP by attributes (`bridge.enable`).
+        models: model configurations that ask for FSSDP by attributes (`add`).
         is_answered: whether a model has been converted, or has declined by its own settings.
     """
 
@@ -31,6 +31,11 @@ class Request:
     recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
     models: list[weakref.ref] = dataclasses.field(default_factory=list)
     is_answered: bool = False
+
+    def add(self, config: Any, values: dict[str, Any]) -> None:
+        """Ask for FSSDP by attributes of a model's ``config``, in which the model has them, too."""
+        vars(config).update(values)
+        self.models.append(weakref.ref(config))
 
     def settings(self, config: Any = None) -> HecateConfig | None:
         """Return the settings asked for, or ``None`` if FSSDP was not asked for.
