@@ -41,7 +41,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """Targets that the launcher would run: name, our flags, its arguments. Megatron is not imported."""
     started = []
 
-    def note(target: launcher.Target, given: dict, arguments: list[str]) -> int:
+    def note(target: launcher.Target, given: dict, arguments: list[str], _: list[str]) -> int:
         started.append((target.name, given, arguments))
         return 0
 
@@ -108,7 +108,7 @@ def test_the_name_of_a_command_as_a_value(run, folder: Path, tmp_path: Path, mon
         ["run", "--moe-fssdp-slots", "3", "--", "SCRIPT", "report", "--check"],
         ["run", "--moe-fssdp-slots", "3", "--", "-m", "target", "report", "--check"],
         ["run", "--moe-fssdp-slots", "3", "-m", "target", "report", "--check"],
-        ["run", "--moe-fssdp-slots=3", "-mtarget", "report", "--check"],
+        ["run", "--moe-fssdp-slots=3", "-m", "target", "report", "--check"],
     ],
     ids=" ".join,
 )
@@ -119,7 +119,7 @@ def test_forms_of_run(words: list[str], run, started: list, tmp_path: Path, monk
     script.touch()
     words = [str(script) if word == "SCRIPT" else word for word in words]
     assert run(*words, "--", "run") == (0, "", "")
-    target = "target" if words[-3].startswith("-m") or "-m" in words else str(script)
+    target = "target" if "-m" in words else str(script)
     assert started == [(target, {"moe_fssdp_slots": 3}, ["report", "--check", "--", "run"])]
 
 

@@ -361,7 +361,6 @@ def test_modules_and_console_commands() -> None:
         timeout=60,
     )
     assert run("-m", "pack.inner", "-m", "x") == (0, python.stdout), python.stderr
-    assert run("-mpack.inner", "-m", "x") == (0, python.stdout)
     status, said = run("--moe-fssdp", "--moe-fssdp-slots=3", "-m", "pack.inner", "a.py")
     assert f"__main__ ['{folder / 'pack' / 'inner.py'}', 'a.py'] {folder} True" in said
     assert status == 1 and "pack.inner built no model" in said, "it ends with sys.exit(0)"
@@ -401,10 +400,12 @@ def test_a_script_that_replaces_its_process(function: str) -> None:
 
     became = []
     with (
-        mock.patch.object(os, "execv", lambda file, command: became.append(command)),
-        mock.patch.object(os, "execve", lambda file, command, environment: became.append(command)),
+        mock.patch.object(os, "execv", lambda file, command: became.append([*command])),
+        mock.patch.object(
+            os, "execve", lambda file, command, environment: became.append([*command])
+        ),
     ):
-        launcher._stay_in_front({"moe_fssdp": True, "moe_fssdp_slots": 3})
+        launcher._stay_in_front(["--moe-fssdp", "--moe-fssdp-slots", "3"])
         for command in (["script.py", "x"], ["-m", "pack.inner"], ["-c", "pass"]):
             command = [sys.executable, *command]
             rest = [os.environ] if function.endswith("e") else []

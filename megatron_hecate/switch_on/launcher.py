@@ -15,26 +15,33 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import importlib.abc
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
 import runpy
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 from megatron_hecate.comm.rank_0 import VARIABLES, environment_number, refer_to_rank_0
 from megatron_hecate.config import FLAG, HecateConfig
-from megatron_hecate.switch_on.fssdp_flags import validate
-from megatron_hecate.switch_on.late_imports import import_after_megatron
 from megatron_hecate.switch_on.request import REQUEST
 
 # Console commands and modules that start ranks. The launcher runs in each rank, so they must
 # precede it.
 STARTERS = ("torchrun", "accelerate", "deepspeed")
 STARTERS += ("torch.distributed.run", "torch.distributed.launch")
+# our modules that wrap functions and classes of a package, by the package
+WRAPPERS = {
+    "megatron.core": "megatron_hecate.switch_on.entry",
+    "megatron.training": "megatron_hecate.enable",
+    "megatron.bridge": "megatron_hecate.bridge",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,14 +60,12 @@ class Target:
     """Script, module or console command that the launcher runs.
 
     Args:
-        name: name in messages.
-        argv0: ``sys.argv[0]`` of the target.
+        name: ``sys.argv[0]`` of the target.
         folder: ``sys.path[0]`` of the target.
         run: function that runs the target as ``__main__``.
     """
 
     name: str
-    argv0: str
     folder: str
     run: Callable[[], Any]
 
@@ -92,39 +97,32 @@ def _find_target(name: str, *, is_module: bool) -> Target:
 
 
 def _find_module(name: str) -> Target:
-    folder = str(Path.cwd())
     if not name:
         raise ValueError("-m needs the name of a module")
-    sys.path.insert(0, folder)
-    try:
-        spec = importlib.util.find_spec(name.partition(".")[0])
-    finally:
-        sys.path.remove(folder)
-    if spec is None:
+    sys.path[0] = str(Path.cwd())
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise ValueError(f"there is no module {name}")
     run = functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
-    return Target(name, name, folder, run)
+    return Target(name, sys.path[0], run)
 
 
 def _find_script(name: str) -> Target:
     path = Path(name).absolute()
-    if path.is_file() and not _is_python(path, otherwise=not name.endswith(".sh")):
+    if path.is_file() and not _is_python(path, otherwise=path.suffix != ".sh"):
         raise ValueError(f"{name} is not written in Python; give the script that it starts")
-    folder = path.resolve()
-    if not folder.is_dir():
-        folder = folder.parent
+    file = path.resolve()
+    folder = file if file.is_dir() else file.parent
     run = functools.partial(runpy.run_path, str(path), run_name="__main__")
-    return Target(str(path), str(path), str(folder), run)
+    return Target(str(path), str(folder), run)
 
 
 def _find_console_command(name: str) -> Target:
     path = shutil.which(name)
     folder = str(Path(path).resolve().parent if path else Path.cwd())
     if commands := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
-        return Target(name, path or name, folder, lambda: sys.exit(commands[0].load()()))
+        return Target(path or name, folder, lambda: sys.exit(commands[0].load()()))
     if path is not None and _is_python(Path(path), otherwise=False):
-        run = functools.partial(runpy.run_path, path, run_name="__main__")
-        return Target(name, path, folder, run)
+        return Target(path, folder, functools.partial(runpy.run_path, path, run_name="__main__"))
     problem = f"{name} does not exist"
     if path is not None:
         problem = f"{name} ({path}) is not written in Python"
@@ -132,6 +130,13 @@ def _find_console_command(name: str) -> Target:
         f"{problem}; give a script, -m MODULE, or a console command of this Python "
         "environment; megatron-hecate --help lists our own commands"
     )
+
+
+def _is_python(path: Path, *, otherwise: bool) -> bool:
+    """Return whether a file's first line names Python; ``otherwise`` if it names no interpreter."""
+    with path.open("rb") as file:
+        first = file.readline()
+    return b"python" in first if first.startswith(b"#!") else otherwise
 
 
 def make_parser() -> Parser:
@@ -171,12 +176,8 @@ def main(argv: list[str]) -> int:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if not target_words:
         parser.error("no SCRIPT.py given, nor -m MODULE, nor a console command")
-    is_module = target_words[0].startswith("-m")
-    if is_module:
-        # the module may be joined to -m
-        text = target_words[0][2:]
-        target_words = [text, *target_words[1:]] if text else target_words[1:]
-    name, *arguments = target_words or [""]
+    is_module = target_words[0] == "-m"
+    name, *arguments = target_words[1:] or [""] if is_module else target_words
     try:
         target = _find_target(name, is_module=is_module)
     except ValueError as error:
@@ -185,7 +186,7 @@ def main(argv: list[str]) -> int:
     try:
         flags |= flags_among(arguments)
         validate(flags)
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         parser.error(f"--moe-fssdp: {error}")
     # paths must be absolute, because the script may change the working directory
     for name in ("moe_fssdp_speeds", "moe_fssdp_record"):
@@ -193,7 +194,7 @@ def main(argv: list[str]) -> int:
             flags[name] = str(Path(flags[name]).absolute())
     # as Python sets it for a script
     sys.path[0] = target.folder
-    return _run(target, flags, arguments)
+    return _run(target, flags, arguments, words)
 
 
 def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
@@ -209,17 +210,27 @@ def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str],
         word = argv[index]
         if word == "--":
             return argv[:index], argv[index + 1 :]
-        if word.startswith("-m") or not word.startswith("-"):
+        if word == "-m" or not word.startswith("-"):
             return argv[:index], argv[index:]
         index += 2 if takes_value.get(word, False) else 1
     return argv, []
 
 
-def _run(target: Target, flags: dict[str, Any], arguments: list[str]) -> int:
+def _run(target: Target, flags: dict[str, Any], arguments: list[str], words: list[str]) -> int:
+    """Run ``target``; return the exit status.
+
+    Args:
+        target: target to run.
+        flags: our flags, by argparse's names.
+        arguments: arguments of the target.
+        words: our flags in front of the target, as words of the command line.
+    """
     REQUEST.launched = flags
-    import_after_megatron()
-    _stay_in_front(flags)
-    sys.argv = [target.argv0, *arguments]
+    sys.meta_path.insert(0, _WrapMegatron())
+    for package in WRAPPERS.keys() & sys.modules.keys():
+        _import_wrapper(package)
+    _stay_in_front(words)
+    sys.argv = [target.name, *arguments]
     try:
         target.run()
     except SystemExit as end:
@@ -233,6 +244,59 @@ def _run(target: Target, flags: dict[str, Any], arguments: list[str]) -> int:
             sys.stderr.write(f"FSSDP: {target.name} {text}\n")
         return 1
     return 0
+
+
+class _WrapMegatron(importlib.abc.MetaPathFinder):
+    """Finder that imports our modules of `WRAPPERS` right after their packages.
+
+    A script may choose its Megatron by changing ``sys.path`` first, so the launcher must not import
+    Megatron itself. A script may also look for a package before, or ignore an error of an import.
+    """
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name not in WRAPPERS:
+            return None
+        finders = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next(filter(None, specs), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                _import_wrapper(name)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _import_wrapper(package: str) -> None:
+    """Import our module that wraps ``package``, or has a function that does."""
+    module = importlib.import_module(WRAPPERS[package])
+    if hasattr(module, "install"):
+        module.install()
+
+
+def _stay_in_front(words: list[str]) -> None:
+    """Put the launcher in front of a Python script or module that replaces this process.
+
+    Bridge's scripts replace their process to restart in a recipe's environment. All functions of
+    `os` that replace a process call ``execv`` or ``execve``.
+
+    Args:
+        words: our flags in front of the target.
+    """
+
+    def replace(execute: Callable, file: Any, command: Sequence[str], *environment: Any) -> None:
+        python, *target = command
+        if file == sys.executable and target and (target[0] == "-m" or target[0].endswith(".py")):
+            command = [python, "-m", "megatron_hecate", "run", *words, "--", *target]
+        execute(file, command, *environment)
+
+    for name in ("execv", "execve"):
+        setattr(os, name, functools.partial(replace, getattr(os, name)))
 
 
 def _parse(
@@ -265,41 +329,19 @@ def flags_among(arguments: Sequence[str]) -> dict[str, Any]:
     return flags
 
 
-def _is_python(path: Path, *, otherwise: bool) -> bool:
-    """Return whether a file's first line names Python; ``otherwise`` if it names no interpreter."""
-    with path.open("rb") as file:
-        first = file.readline()
-    if first.startswith(b"#!"):
-        return b"python" in first
-    return otherwise
+def validate(values: Mapping[str, Any]) -> HecateConfig | None:
+    """Return the settings that our flags ask for, and read their files.
 
+    Args:
+        values: values of our flags by argparse's names.
 
-def _stay_in_front(flags: dict[str, Any]) -> None:
-    """Put the launcher in front of a Python script that replaces this process.
-
-    Bridge's scripts replace their process to restart in a recipe's environment. All functions of
-    `os` that replace a process call ``execv`` or ``execve``.
+    Raises:
+        ValueError: for an unknown name, a value outside its range, or a file without speeds.
     """
-    for name in ("execv", "execve"):
-        setattr(os, name, functools.partial(_replace_process, getattr(os, name), flags))
+    settings = HecateConfig.from_arguments(argparse.Namespace(**values))
+    if settings is not None and settings.speeds is not None:
+        # the import loads numpy
+        from megatron_hecate.plan import Speeds
 
-
-def _replace_process(
-    function: Callable, flags: dict[str, Any], file: Any, command: Any, *environment: Any
-) -> None:
-    function(file, _behind_launcher(file, command, flags), *environment)
-
-
-def _behind_launcher(file: str, command: list[str], flags: dict[str, Any]) -> list[str]:
-    """Return ``command``, behind our launcher if it starts a Python script or module."""
-    command = list(command)
-    starts_python = file == sys.executable and len(command) > 1
-    if not starts_python or not (command[1].endswith(".py") or command[1].startswith("-m")):
-        return command
-    words = []
-    for name, value in flags.items():
-        words.append("--" + name.replace("_", "-"))
-        # a switch takes no value
-        if value is not True:
-            words.append(str(value))
-    return [file, "-m", "megatron_hecate", "run", *words, "--", *command[1:]]
+        Speeds.load(settings.speeds)
+    return settings

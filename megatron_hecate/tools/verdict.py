@@ -14,7 +14,7 @@ from typing import Any
 from megatron_hecate.config import PREFIX, HecateConfig, check_names, check_slots
 from megatron_hecate.megatron.rules import Rule, SettingSources
 from megatron_hecate.switch_on import unsupported
-from megatron_hecate.switch_on.fssdp_flags import validate
+from megatron_hecate.switch_on.launcher import validate
 from megatron_hecate.tools.files.jobs import ROLES, Job
 from megatron_hecate.tools.files.spellings import Unknown
 
@@ -105,7 +105,7 @@ def judge(sources: Sequence[Source]) -> Verdict:
 
     Raises:
         ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range,
-            and for what `fssdp_flags.validate` refuses.
+            and for what `launcher.validate` refuses.
     """
     config, unknowns = _find_flags(sources)
     if config.observe:
