@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
-import math
 import os
 import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 # Mode of a file before the umask.
 OPEN_TO_UMASK: int = 0o666
@@ -63,21 +60,6 @@ def check_writable(path: str | Path) -> None:
         os.close(descriptor)
 
 
-def append(path: Path, line: str) -> None:
-    """Append to a regular file in one write, so that no reader gets half a line.
-
-    Raises:
-        OSError: if the file cannot be written, or is a symbolic link or a pipe.
-    """
-    # A pipe without a reader would block.
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
-    descriptor = os.open(path, flags, OPEN_TO_UMASK)
-    try:
-        os.write(descriptor, line.encode())
-    finally:
-        os.close(descriptor)
-
-
 @contextlib.contextmanager
 def _new_file(path: Path, mode: int) -> Iterator[tuple[int, Path]]:
     """Open a new file in the folder of ``path``; remove it after the block if it is still there."""
@@ -120,22 +102,6 @@ def read_file(path: Path | str) -> bytes:
         return file.read(status.st_size)
 
 
-def parse_json(data: bytes) -> Any:
-    """Parse JSON whose numbers are finite; raises a ValueError for anything else."""
-    try:
-        return json.loads(data, parse_float=_finite, parse_constant=_finite)
-    # Brackets may be nested without end.
-    except RecursionError as error:
-        raise ValueError("JSON is nested too deeply") from error
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text} is not finite")
-    return number
-
-
 def describe(error: BaseException) -> str:
     """Format an error as one short line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
@@ -154,25 +120,3 @@ def try_lock(descriptor: int) -> bool:
     except OSError:
         pass
     return True
-
-
-def earlier_folder(folder: Path, run: str) -> Path:
-    """Create the subfolder for the files of an earlier run, named after the run's beginning."""
-    name = "".join(letter for letter in run if letter.isalnum() or letter in "-+.")
-    earlier = folder / f"earlier-{name or 'unknown'}"
-    earlier.mkdir(exist_ok=True)
-    return earlier
-
-
-def move(path: Path, folder: Path) -> None:
-    """Move a file that another process may be moving there, too.
-
-    Raises:
-        FileExistsError: if another file of its name is there.
-    """
-    target = folder / path.name
-    # In this order: a file that has just been moved is at one place only.
-    if target.exists() and path.exists():
-        raise FileExistsError(f"{target} exists already; move it")
-    with contextlib.suppress(FileNotFoundError):
-        path.rename(target)

@@ -47,10 +47,6 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(target)
     files.replace(tmp_path / "link", "new")
     assert target.read_text() == "old" and (tmp_path / "link").read_text() == "new"
-    (tmp_path / "line").symlink_to(target)
-    with pytest.raises(OSError):
-        files.append(tmp_path / "line", "new")
-    assert target.read_text() == "old"
 
 
 def _folder(path: Path) -> None:
@@ -68,8 +64,6 @@ def test_what_is_no_file_is_refused(make: Callable[[Path], None], tmp_path: Path
     for action in (files.check_writable, lambda one: files.replace(one, "new")):
         with pytest.raises(OSError, match=f"{path} is a device, a pipe or a folder; name a file"):
             action(path)
-    with pytest.raises(OSError):
-        files.append(path, "new")
     assert _names(tmp_path) == ["out"]
 
 
@@ -117,7 +111,7 @@ def test_outputs_of_commands(
     """A disk without room, by a limit on files, leaves the good files of before; a link is not followed."""
     folder = tmp_path / "run"
     info = RunInfo(mode="observe", layers=("layer 1",), num_experts=4, ranks=2, node=(0, 0))
-    writer = RunWriter(folder, info, seconds=1e6)
+    writer = RunWriter(folder, info)
     for iteration in (1, 2):
         writer.append(iteration, load=[[5, 1, 1, 1]])
     writer.close()

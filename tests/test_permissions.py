@@ -34,7 +34,7 @@ from megatron_hecate.record.run_writer import RunWriter
 
 info = RunInfo(mode="observe", layers=("layer 1",), num_experts=4, ranks=2, node=(0, 1), top_k=2)
 run = folder / "runs" / "one"
-writer = RunWriter(run, info, seconds=1e6)
+writer = RunWriter(run, info)
 for iteration in (1, 2):
     writer.append(iteration, load=[[5, 1, 1, 1]])
 writer.close()
@@ -44,8 +44,7 @@ host_library()
 compiled(lambda a: a + 1)(1)
 """
 WRITTEN = {
-    "runs", "runs/one", "runs/one/run-000.json", "runs/one/run-000.lock", "runs/one/loads-000-00000.npz",
-    "runs/one/report.html", "speeds.json",
+    "runs", "runs/one", "runs/one/stage-000.rows", "runs/one/report.html", "speeds.json",
 }  # fmt: skip
 
 

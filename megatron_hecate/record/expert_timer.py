@@ -3,7 +3,7 @@
 On a GPU two CUDA events surround the experts' forward, and are read in a later iteration, so that
 nothing waits. CPU ranks use the CPU time of the thread, which waiting for other ranks does not
 increase. In each iteration every eighth layer is timed, in turn, equally on all ranks. Experts
-inside CUDA graphs are not timed. Letters in shapes: L layers, N ranks.
+inside CUDA graphs are not timed. Letter in shapes: N ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ExpertTimer:
     """Timer of the training forwards of one rank's experts.
 
     Args:
-        num_layers: L, number of layers.
+        num_layers: number of layers.
         rank: this rank in the group of the experts.
         ranks: N, size of the group.
         on_gpu: whether the experts compute on a GPU.
@@ -40,12 +40,12 @@ class ExpertTimer:
     def __init__(self, num_layers: int, rank: int, ranks: int, *, on_gpu: bool) -> None:
         self._rank = rank
         self._on_gpu = on_gpu
-        # Nanoseconds and tokens by layer and rank; other ranks' columns stay 0.
-        self._sums = np.zeros((2, num_layers, ranks), dtype=np.int64)
+        # Nanoseconds and tokens by rank; other ranks' columns stay 0.
+        self._sums = np.zeros((2, ranks), dtype=np.int64)
         self._period = min(EVERY, num_layers)
         self._iterations = 0
-        # Layer, tokens, and the events around the forward.
-        self._pending: deque[tuple[int, int, torch.cuda.Event, torch.cuda.Event]] = deque()
+        # Tokens, and the events around the forward.
+        self._pending: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
     def attributes(self, layer: int, experts: Module) -> dict[str, Any]:
         """Return the attributes that the expert module of ``layer`` needs to be timed."""
@@ -65,29 +65,28 @@ class ExpertTimer:
             return False
         return not (self._on_gpu and torch.cuda.is_current_stream_capturing())
 
-    def run(self, layer: int, tokens: int, forward: Callable[[], Any]) -> Any:
+    def run(self, tokens: int, forward: Callable[[], Any]) -> Any:
         """Call ``forward`` and time it.
 
         Args:
-            layer: index of the layer.
             tokens: rows of the experts' input.
             forward: the experts' forward.
         """
         if not self._on_gpu:
             begin = time.thread_time_ns()
             output = forward()
-            self._add(layer, time.thread_time_ns() - begin, tokens)
+            self._add(time.thread_time_ns() - begin, tokens)
             return output
         begun = torch.cuda.Event(enable_timing=True)
         ended = torch.cuda.Event(enable_timing=True)
         begun.record()
         output = forward()
         ended.record()
-        self._pending.append((layer, tokens, begun, ended))
+        self._pending.append((tokens, begun, ended))
         return output
 
-    def _add(self, layer: int, nanoseconds: int, tokens: int) -> None:
-        self._sums[:, layer, self._rank] += (nanoseconds, tokens)
+    def _add(self, nanoseconds: int, tokens: int) -> None:
+        self._sums[:, self._rank] += (nanoseconds, tokens)
 
     def take(self) -> np.ndarray:
         """End an iteration; return the measurements since the last call, to be summed over ranks.
@@ -95,13 +94,13 @@ class ExpertTimer:
         On a GPU, forwards that have not finished are part of a later result.
 
         Returns:
-            [2 * L * N] int64.
+            [2 * N] int64.
         """
         self._iterations += 1
         # Forwards finish in order.
-        while self._pending and self._pending[0][3].query():
-            layer, tokens, begun, ended = self._pending.popleft()
-            self._add(layer, round(1e6 * begun.elapsed_time(ended)), tokens)
+        while self._pending and self._pending[0][2].query():
+            tokens, begun, ended = self._pending.popleft()
+            self._add(round(1e6 * begun.elapsed_time(ended)), tokens)
         sums = self._sums.flatten()
         self._sums[:] = 0
         return sums
@@ -110,7 +109,7 @@ class ExpertTimer:
         """Return a sum of results of `take` as arrays of `run_folder.RunRecord`.
 
         Args:
-            total: sum over the group, [2 * L * N].
+            total: sum over the group, [2 * N].
         """
         nanoseconds, tokens = total.reshape(self._sums.shape)
         return {"timed_ns": nanoseconds, "timed_tokens": tokens}
@@ -128,6 +127,6 @@ def _timed(experts: type) -> type:
         if not (self.training and timer.times(self.timed_as)):
             return experts.forward(self, hidden_states, *args, **kwargs)
         run = functools.partial(experts.forward, self, hidden_states, *args, **kwargs)
-        return timer.run(self.timed_as, hidden_states.shape[0], run)
+        return timer.run(hidden_states.shape[0], run)
 
     return type(experts.__name__, (experts,), {"forward": forward})

@@ -336,5 +336,4 @@ def _describe_stage(states: Sequence[LayerState], chunk_by_layer: Sequence[int])
         job=job_sizes(model),
         lifetime=config.lifetime,
         transport=config.transport,
-        overlap_degree=config.overlap_degree,
     )

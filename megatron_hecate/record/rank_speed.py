@@ -99,13 +99,11 @@ class SpeedHistory:
 
         Args:
             iteration: number of the iteration.
-            nanoseconds: measured time in experts, [L, N].
-            tokens: tokens computed in that time, [L, N].
-            loads: tokens computed in the whole iteration, [L, N].
+            nanoseconds: measured time in experts, [N].
+            tokens: tokens computed in that time, [N].
+            loads: tokens computed in the whole iteration, [N].
         """
-        self._rows.append(
-            (iteration, *(values.sum(axis=0) for values in (nanoseconds, tokens, loads)))
-        )
+        self._rows.append((iteration, nanoseconds, tokens, loads))
 
     def speeds(self) -> list[RankSpeed]:
         """Return the verdict about every rank; empty without measurements."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 import sys
@@ -34,7 +33,6 @@ from megatron_hecate.record.rank_speed import SpeedHistory
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
 
-PACKAGES = ("megatron-hecate", "megatron-core", "torch", "transformer-engine")
 # Seconds to wait for sums and messages in flight when training ends.
 PATIENCE: float = 5.0
 # Seconds between two polls for metrics to send, or to log.
@@ -252,7 +250,7 @@ class StageRecorder:
         if folder is not None and records:
             try:
                 self._writer = RunWriter(folder, info, stage=stage)
-                weakref.finalize(self, self._writer.stop)
+                weakref.finalize(self, self._writer.stopping.set)
             # Recording must never stop training.
             except Exception as error:
                 self.refused = f"stage {stage}: {error}"
@@ -289,7 +287,8 @@ class StageRecorder:
         if self._writer is not None:
             self._writer.append(iteration, **arrays)
         if loads is not None:
-            self._speeds.add(iteration, arrays["timed_ns"], arrays["timed_tokens"], loads)
+            times = arrays["timed_ns"], arrays["timed_tokens"]
+            self._speeds.add(iteration, *times, loads.sum(axis=0))
             values = functools.partial(self._with_speed, values)
         self.log(iteration, values)
 
@@ -338,24 +337,11 @@ def describe_run(
         speeds: speeds of the cost model.
         fields: further fields of `RunInfo`.
     """
-    started = Attempt.current().started
     return RunInfo(
         mode=mode,
         layers=tuple(layers),
         shape=dataclasses.asdict(shape),
         speeds=dataclasses.asdict(speeds),
-        versions=_installed_versions(),
-        started=started,
-        run=started,
+        started=Attempt.current().started,
         **fields,
     )
-
-
-def _installed_versions() -> dict[str, str]:
-    """Return the versions of the installed `PACKAGES`, by name."""
-    versions: dict[str, str] = {}
-    for name in PACKAGES:
-        for distribution in importlib.metadata.distributions(name=name):
-            # Remains of an interrupted uninstall have none.
-            versions[name] = distribution.version or "unknown"
-    return versions

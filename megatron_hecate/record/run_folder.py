@@ -1,41 +1,60 @@
 """Folder with the record of a run's MoE layers: its format and its reader.
 
-| file | content |
-|---|---|
-| ``run-{stage:03d}.json`` | `RunInfo` of the stage |
-| ``run-{stage:03d}.lock`` | identity of the process that writes, which locks it |
-| ``loads-{stage:03d}-{k:05d}.npz`` | some iterations, in order: the arrays of `RunRecord` |
+Each job writes into a subfolder of its own, named after its start, one file per pipeline stage:
+``DIR/2026-11-28T115034.123+0000/stage-000.rows``. The file is a line and rows of equal size, which
+are appended, one per iteration:
 
-`run_writer.RunWriter` writes the folder, `run_schema` checks what is read. This module needs numpy
-alone, so that a run can be read without torch and Megatron.
+| part | content |
+|---|---|
+| line | format, version, CRC-32 of the rest; `RunInfo` and the shape of each column as JSON |
+| row | the columns of one iteration, see `COLUMNS`; CRC-32 of the columns |
+
+`run_writer.RunWriter` writes it. This module needs numpy alone, so that a run can be read without
+torch and Megatron. Letters in shapes: T iterations, L layers, P pipeline stages, E experts, N
+ranks, S slots.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
+import json
 import re
 import shlex
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron_hecate.files import describe, parse_json, read_file
-from megatron_hecate.record.run_schema import (
-    SEGMENT,
-    Arrays,
-    check_header,
-    check_segment,
-    parse_arrays,
-)
-
-# Attempts to read a folder whose files change.
-RETRIES: int = 100
-# Names of the files of a kind, with the stage and the number of a segment.
-NAMES = {"run": "run-{:03d}.json", "loads": "loads-{:03d}-{:05d}.npz", "lock": "run-{:03d}.lock"}
+FORMAT: bytes = b"megatron-hecate-record"
+VERSION: int = 2
+# Bytes of the first line, at most.
+MOST_HEADER: int = 1 << 20
+# Iterations that are read, at most: of more, every n-th.
+MOST_READ: int = 4096
+# Type of each column's numbers. Tokens of an expert, or of a rank, are below 2^32. The columns of
+# an iteration have a first axis of the stage's layers, `TIMES` have none.
+COLUMNS: dict[str, str] = {
+    "iteration": "<i8",
+    "time": "<f8",
+    "load": "<u4",
+    "peak": "<u4",
+    "computed_peak": "<u4",
+    "home": "<i2",
+    "replica": "<i2",
+    "late": "<u4",
+    "rank_load": "<u4",
+    "crossing": "<u4",
+    "window": "<f4",
+    "copy": "<f4",
+    "timed_ns": "<i8",
+    "timed_tokens": "<u4",
+}
+# Columns with one value per iteration, and columns with one row of ranks per stage.
+TIMES = ("iteration", "time")
+OF_STAGE = ("timed_ns", "timed_tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -59,12 +78,7 @@ class RunInfo:
         job: sizes and layout of the job, `megatron.job_sizes.job_sizes`; empty if unknown.
         lifetime: resolved setting of `HecateConfig`.
         transport: resolved setting of `HecateConfig`.
-        overlap_degree: resolved setting of `HecateConfig`.
-        versions: versions of packages, by name.
-        started: start time of the job, ISO 8601 with time zone.
-        run: ``started`` of the job that began the record, which later ones may have continued;
-            the same in all stages. Empty in records of earlier versions.
-        first: first iteration of the record; -1 if unknown.
+        started: start time of the job, ISO 8601 with time zone; empty in records without jobs.
     """
 
     mode: str
@@ -80,28 +94,12 @@ class RunInfo:
     job: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lifetime: str = ""
     transport: str = ""
-    overlap_degree: int | None = None
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     started: str = ""
-    run: str = ""
-    first: int = -1
 
     @property
     def form(self) -> tuple:
-        """Properties that all segments of a stage share."""
-        return self.layers, self.num_experts, *self.group
-
-    def is_beside(self, other: RunInfo) -> bool:
-        """Return whether two stages may be of one run."""
-        # Layers of a hybrid model's multi-token prediction have the names of the decoder's.
-        has_same_layers = bool({*self.layers} & {*other.layers})
-        is_same_run = self.run == other.run != ""
-        return self.group == other.group and (is_same_run or not has_same_layers)
-
-    @property
-    def group(self) -> tuple:
-        """Properties that all stages of a run share."""
-        return self.mode, self.ranks, self.slots, self.top_k
+        """Properties that all jobs of a run share."""
+        return self.mode, self.layers, self.num_experts, self.ranks, self.slots, self.top_k
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -112,7 +110,9 @@ class RunRecord:
 
     Args:
         info: properties of the whole run.
-        iteration: iteration numbers as counted by Megatron, [T] int64. A thinned record has gaps.
+        stages: properties of each pipeline stage; empty for loads without a run folder.
+        iteration: iteration numbers as counted by Megatron, [T] int64. A record of more than
+            `MOST_READ` iterations is read with gaps.
         time: end of each iteration, [T] float64 unix seconds.
         load: tokens per expert, summed over the group, [T, L, E] int64; 0 for experts that a layer
             lacks.
@@ -129,21 +129,24 @@ class RunRecord:
         crossing: tokens computed on another node than the one they start on, [T, L] int64; ``None``
             if not counted.
         window: measured time from a layer's attention to its experts, which hides copies, [T, L]
-            float64 seconds; NaN before the first measurement.
-        timed_ns: measured time of each rank's forwards of experts, [T, L, N] int64 nanoseconds; 0
-            for layers that were not timed in an iteration. ``None`` if not measured.
-        timed_tokens: tokens computed in that time, [T, L, N] int64.
-        copy: measured time of one copy of weights, [T, L] float64 seconds; NaN before the first
+            seconds; NaN before the first measurement.
+        copy: measured time of one copy of weights, [T, L] seconds; NaN before the first
             measurement.
+        timed_ns: measured time of the timed forwards of each rank's experts, [T, P, N] int64
+            nanoseconds; ``None`` if not measured.
+        timed_tokens: tokens computed in that time, [T, P, N] int64.
         home: rank of each expert's home, [T, L, E] int64; ``None`` if experts stay at their
             original homes.
     """
 
     info: RunInfo
+    stages: tuple[RunInfo, ...] = ()
     iteration: np.ndarray
     time: np.ndarray
     load: np.ndarray
     peak: np.ndarray | None = None
+    computed_peak: np.ndarray | None = None
+    home: np.ndarray | None = None
     replica: np.ndarray | None = None
     late: np.ndarray | None = None
     rank_load: np.ndarray | None = None
@@ -152,217 +155,166 @@ class RunRecord:
     copy: np.ndarray | None = None
     timed_ns: np.ndarray | None = None
     timed_tokens: np.ndarray | None = None
-    home: np.ndarray | None = None
-    computed_peak: np.ndarray | None = None
+
+
+class _Stage(NamedTuple):
+    """Recorded rows of one stage, of which each iteration has one, ascending."""
+
+    info: RunInfo
+    rows: np.ndarray
+
+
+def row_type(columns: Mapping[str, Sequence[int]]) -> np.dtype:
+    """Return the type of a row with the given shape of each column."""
+    fields = [(name, COLUMNS[name], tuple(shape)) for name, shape in columns.items()]
+    return np.dtype([*fields, ("crc", "<u4")])
+
+
+def header_line(info: RunInfo, columns: Mapping[str, Sequence[int]]) -> bytes:
+    """Format the first line of a file.
+
+    Args:
+        info: properties of the stage.
+        columns: shape of each column.
+    """
+    text = json.dumps({**dataclasses.asdict(info), "columns": columns}).encode()
+    return b"%s %d %08x %s\n" % (FORMAT, VERSION, zlib.crc32(text), text)
 
 
 def read(folder: str | Path) -> RunRecord:
     """Read the record of a run, all stages together. The run may be in progress.
 
+    The newest job counts, and of the jobs that it continues the iterations before its first one.
+
     Args:
-        folder: folder of the run.
+        folder: folder of the run, or of one of its jobs.
 
     Raises:
         ValueError: when the folder holds no record, no iteration that all stages have recorded, or
-            a broken file.
+            a damaged file.
     """
     folder = Path(folder)
-    headers = read_infos(folder)
-    if not headers:
+    jobs = [_read_job(paths) for paths in _files_by_job(folder)]
+    records = [job for job in jobs if job is not None]
+    if jobs and not records:
+        raise ValueError(f"{folder} holds no iteration yet that all of its stages have recorded")
+    if not records:
+        if any(folder.glob("run-*.json")):
+            raise ValueError(
+                f"{folder} holds a record of version 1, this package reads {VERSION}; read it with "
+                "the release that wrote it, or record again"
+            )
         flag = f"--moe-fssdp-record {shlex.quote(str(folder))}"
         raise ValueError(f"{folder} holds no record of a run; write one with {flag}")
-    if len(runs := {info.run for info in headers.values()}) > 1:
-        raise ValueError(
-            f"the stages in {folder} are of different runs, begun at {', '.join(sorted(runs))}: a "
-            "job has begun again, and not all of its stages have recorded an iteration yet"
-        )
-    stages = [
-        _read_stage(folder, int(path.stem.removeprefix("run-")), info)
-        for path, info in headers.items()
-    ]
-    common = functools.reduce(np.intersect1d, [stage["iteration"] for stage in stages])
+    return functools.reduce(_continued, reversed(records))
+
+
+def _continued(job: RunRecord, earlier: RunRecord) -> RunRecord:
+    """Return the record of ``job`` with the iterations that an ``earlier`` one had before it."""
+    num_kept = int(np.searchsorted(earlier.iteration, job.iteration[0]))
+    if job.info.form != earlier.info.form or not num_kept:
+        return job
+    arrays: dict[str, np.ndarray | None] = {}
+    for name in COLUMNS:
+        parts = getattr(earlier, name), getattr(job, name)
+        is_whole = all(part is not None for part in parts)
+        arrays[name] = np.concatenate([parts[0][:num_kept], parts[1]]) if is_whole else None
+    return dataclasses.replace(job, **arrays)
+
+
+def _files_by_job(folder: Path) -> list[list[Path]]:
+    """List the files of each job of the folder by stage, the oldest job first."""
+    files = sorted(folder.glob("stage-*.rows"))
+    if files:
+        return [files]
+    # Names of a job's folder sort by its start; a further model's folder is no job's.
+    jobs = [sorted(job.glob("stage-*.rows")) for job in sorted(folder.glob("*T*"))]
+    return [files for files in jobs if files]
+
+
+def _read_job(paths: Sequence[Path]) -> RunRecord | None:
+    """Join the stages of a job; ``None`` before the first iteration that all have recorded."""
+    stages = [stage for stage in map(_read_stage, paths) if stage is not None]
+    if len(stages) < len(paths):
+        return None
+    iterations = [stage.rows["iteration"] for stage in stages]
+    common = functools.reduce(np.intersect1d, iterations)
     if not len(common):
-        raise ValueError(
-            f"{folder} holds no iteration yet that all of its {len(stages)} stages have recorded"
-        )
-    return _join_stages(list(headers.values()), stages, common)
-
-
-def _join_stages(
-    infos: Sequence[RunInfo], stages: Sequence[Arrays], common: np.ndarray
-) -> RunRecord:
-    """Join the stages of a run into one record.
-
-    Args:
-        infos: headers of the stages.
-        stages: arrays of the stages, iterations first.
-        common: numbers of the iterations that all stages have, ascending.
-    """
-    stages = [_select(stage, common) for stage in stages]
-    layers: list[str] = []
-    for info in infos:
-        layers += info.layers
+        return None
+    common = common[:: -(-len(common) // MOST_READ)]
+    rows = [stage.rows[np.searchsorted(stage.rows["iteration"], common)] for stage in stages]
+    infos = [stage.info for stage in stages]
+    layers = [name for info in infos for name in info.layers]
     # With interleaved schedules the model's chunks alternate between stages.
     order = sorted(range(len(layers)), key=lambda index: place_in_model(layers[index]))
     experts = max(info.num_experts for info in infos)
-    for stage in stages:
-        num_missing = experts - stage["load"].shape[2]
-        for name in stage.keys() & {"load", "home"}:
-            stage[name] = np.pad(stage[name], ((0, 0), (0, 0), (0, num_missing)))
-    arrays: Arrays = {}
-    for name in SEGMENT.keys() - {"iteration", "every", "time"}:
-        if all(name in stage for stage in stages):
-            array = np.concatenate([stage[name] for stage in stages], axis=1)[:, order]
-            # Files hold the smallest dtypes.
-            arrays[name] = array if array.dtype.kind == "f" else array.astype(np.int64)
-    info = dataclasses.replace(
-        infos[0],
-        layers=tuple(layers[place] for place in order),
-        num_experts=experts,
-    )
-    # An iteration ends when its last stage does.
-    time = np.max([stage["time"] for stage in stages], axis=0)
-    return RunRecord(info=info, iteration=common, time=time, **arrays)
-
-
-def _select(stage: Arrays, iterations: np.ndarray) -> Arrays:
-    """Return the rows of the given ``iterations``, which the stage must have."""
-    rows = np.searchsorted(stage["iteration"], iterations)
-    return {name: array[rows] for name, array in stage.items()}
-
-
-def _read_stage(folder: Path, stage: int, info: RunInfo) -> Arrays:
-    reason = f"loads-{stage:03d}-*.npz"
-    for _ in range(RETRIES):
-        # A writer that merges segments removes files between the listing and the read.
-        try:
-            segments = [load_segment(path, info) for path in segments_of(folder, stage).values()]
-        except FileNotFoundError as error:
-            reason = describe(error)
+    arrays: dict[str, np.ndarray] = {}
+    for name in COLUMNS:
+        if name in TIMES or not all(name in stage_rows.dtype.names for stage_rows in rows):
             continue
-        if segments:
-            return in_order(segments)
-        break
-    raise ValueError(f"{folder} holds no iteration of stage {stage} yet ({reason})")
+        parts = [stage_rows[name] for stage_rows in rows]
+        if name in ("load", "home"):
+            widths = [((0, 0), (0, 0), (0, experts - part.shape[2])) for part in parts]
+            parts = [np.pad(part, width) for part, width in zip(parts, widths, strict=True)]
+        if name in OF_STAGE:
+            array = np.stack(parts, axis=1)
+        else:
+            array = np.concatenate(parts, axis=1)[:, order]
+        arrays[name] = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+    return RunRecord(
+        info=dataclasses.replace(
+            infos[0], layers=tuple(layers[place] for place in order), num_experts=experts
+        ),
+        stages=tuple(infos),
+        iteration=common,
+        # An iteration ends when its last stage does.
+        time=np.max([stage_rows["time"] for stage_rows in rows], axis=0),
+        **arrays,
+    )
 
 
-def in_order(segments: Sequence[Arrays]) -> Arrays:
-    """Concatenate segments.
+def _read_stage(path: Path) -> _Stage | None:
+    """Read a file; ``None`` if no iteration is complete.
 
-    Iterations that the run recorded again after a rollback to a checkpoint are dropped from the
-    earlier segments. Only arrays that all segments have are kept.
-    """
-    # From the newest segment back: each one ends before the first iteration of its successors.
-    results: list[Arrays] = []
-    last = np.iinfo(np.int64).max
-    for segment in reversed(segments):
-        results.append(
-            {name: array[segment["iteration"] < last] for name, array in segment.items()}
-        )
-        last = segment["iteration"].min(initial=last)
-    results.reverse()
-    names = [name for name in segments[0] if all(name in segment for segment in segments)]
-    return {name: np.concatenate([segment[name] for segment in results]) for name in names}
-
-
-def load_segment(path: Path, info: RunInfo) -> Arrays:
-    """Read and check the arrays of a segment, iterations first.
-
-    Args:
-        path: file of the segment.
-        info: header of its stage.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: when the file is broken, or does not fit its header.
-    """
-    data = read_file(path)
-    try:
-        arrays = parse_arrays(data)
-        check_segment(arrays, info)
-    except ValueError as error:
-        header = NAMES["run"].format(int(path.stem.split("-")[1]))
-        raise ValueError(
-            f"{path} is broken ({describe(error)}), or its header {header} is; remove it to read "
-            "the rest"
-        ) from error
-    arrays["iteration"] = arrays["iteration"].astype(np.int64)
-    return {name: arrays[name] for name in SEGMENT if name in arrays}
-
-
-def segments_of(folder: Path, stage: int) -> dict[int, Path]:
-    """Return the segment files of a stage by number, ascending."""
-    files = _files(folder, "loads")
-    return {numbers[1]: path for numbers, path in files if numbers[0] == stage}
-
-
-def list_headers(folder: Path) -> list[Path]:
-    """List the headers of all stages, ascending."""
-    return [path for _, path in _files(folder, "run")]
-
-
-def read_infos(folder: Path) -> dict[Path, RunInfo]:
-    """Read the headers of all stages, by path, ascending; empty if ``folder`` holds no run.
-
-    Raises:
-        ValueError: when a header is broken, contradicts another one, or misses.
-    """
-    # Segments first: a writer begins with the header.
-    segments = _files(folder, "loads")
-    headers = {stage: path for (stage,), path in _files(folder, "run")}
-    for (stage, _), path in segments:
-        if stage not in headers:
-            raise ValueError(f"{path} has no header {NAMES['run'].format(stage)}; remove it")
-    infos: dict[Path, RunInfo] = {}
-    for path in headers.values():
-        info = read_info(path)
-        for first_path, first_info in infos.items():
-            if not info.is_beside(first_info):
-                raise ValueError(
-                    f"{path} does not describe a further stage of the run of {first_path}"
-                )
-        infos[path] = info
-    return infos
-
-
-def _files(folder: Path, kind: str) -> list[tuple[tuple[int, ...], Path]]:
-    """List the files of a kind in `NAMES` with the numbers in their names, ascending.
-
-    Other files may have similar names, such as a user's ``run-arguments.json``.
-
-    Raises:
-        ValueError: for a folder that cannot be read.
+    Rows that the run recorded again, after a rollback to a checkpoint, are dropped.
     """
     try:
-        names = [path.name for path in folder.iterdir()]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be read ({describe(error)})") from error
-    files: list[tuple[tuple[int, ...], Path]] = []
-    for name in fnmatch.filter(names, re.sub("{.*}", "*", NAMES[kind])):
-        numbers = tuple(map(int, re.findall("[0-9]{3,9}", name)))
-        if len(numbers) == NAMES[kind].count("{") and NAMES[kind].format(*numbers) == name:
-            files.append((numbers, folder / name))
-    return sorted(files)
+        with path.open("rb") as file:
+            line = file.readline(MOST_HEADER)
+        if not line.endswith(b"\n"):
+            return None
+        info, row = _parse_header(line)
+        num_rows = (path.stat().st_size - len(line)) // row.itemsize
+        if not num_rows:
+            return None
+        rows = np.memmap(path, row, mode="r", offset=len(line), shape=(num_rows,))
+        for number, values in enumerate(rows):
+            if zlib.crc32(values.tobytes()[:-4]) != values["crc"]:
+                raise ValueError(f"row {number} of {num_rows} is damaged; remove the file")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
+    iteration = rows["iteration"]
+    least_later = np.minimum.accumulate(iteration[::-1])[::-1]
+    is_last = np.append(iteration[:-1] < least_later[1:], True)
+    return _Stage(info, rows[is_last])
 
 
-def read_info(path: Path) -> RunInfo:
-    """Read and check the header of a stage.
-
-    Raises:
-        FileNotFoundError: if there is no such file.
-        ValueError: when it is broken.
-    """
-    data = read_file(path)
-    try:
-        values = parse_json(data)
-        check_header(values)
-    except ValueError as error:
-        raise ValueError(f"{path} does not describe a run ({describe(error)})") from error
-    fields = {f.name: values[f.name] for f in dataclasses.fields(RunInfo) if f.name in values}
+def _parse_header(line: bytes) -> tuple[RunInfo, np.dtype]:
+    """Parse the first line of a file; return the stage's properties and the type of its rows."""
+    name, _, rest = line.partition(b" ")
+    version, _, rest = rest.partition(b" ")
+    crc, _, text = rest.strip().partition(b" ")
+    if name != FORMAT:
+        raise ValueError("it does not begin as a record")
+    if version != b"%d" % VERSION:
+        raise ValueError(f"version {version.decode()}, this package reads {VERSION}")
+    if int(crc, 16) != zlib.crc32(text):
+        raise ValueError("its first line is damaged")
+    values = json.loads(text)
+    row = row_type(values.pop("columns"))
     # JSON has lists only.
-    return RunInfo(**{**fields, "layers": tuple(fields["layers"]), "node": tuple(fields["node"])})
+    values |= {"layers": tuple(values["layers"]), "node": tuple(values["node"])}
+    return RunInfo(**values), row
 
 
 def place_in_model(layer: str) -> tuple[bool, int]:

@@ -7,32 +7,25 @@ Letters in shapes: T iterations, L layers, N ranks, E experts.
 from __future__ import annotations
 
 import dataclasses
+import io
 import statistics
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_hecate import files
+from megatron_hecate.files import describe, read_file
 from megatron_hecate.plan import Link, Speeds
 from megatron_hecate.record.prices import PricedRecord
 from megatron_hecate.record.rank_speed import RankSpeed, rank_speeds
-from megatron_hecate.record.run_folder import RunInfo, RunRecord, read, read_infos
-from megatron_hecate.record.run_schema import MOST_TOKENS, parse_arrays
+from megatron_hecate.record.run_folder import RunInfo, RunRecord, read
 from megatron_hecate.tools.presets import Cluster, Model
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run(PricedRecord):
-    """Recorded run; properties of its job are ``None`` where the record does not hold them.
-
-    Args:
-        stages: header of each pipeline stage; empty for loads without a run folder.
-    """
-
-    stages: Sequence[RunInfo] = ()
+    """Recorded run; properties of its job are ``None`` where the record does not hold them."""
 
     @classmethod
     def read(cls, trace: str | Path) -> Run:
@@ -43,11 +36,10 @@ class Run(PricedRecord):
         """
         trace = Path(trace)
         if trace.is_dir():
-            infos = read_infos(trace)
-            return cls(read(trace), tuple(infos.values()))
+            return cls(read(trace))
         try:
             load = _read_loads(trace)
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise ValueError(
                 f"{trace} holds no loads ({error}); give a folder of --moe-fssdp-record, or an "
                 ".npz with counts [steps, layers, sources, experts] or load [steps, layers, "
@@ -69,6 +61,11 @@ class Run(PricedRecord):
     def info(self) -> RunInfo:
         """Header of all stages together."""
         return self.record.info
+
+    @property
+    def stages(self) -> tuple[RunInfo, ...]:
+        """Properties of each pipeline stage; empty for loads without a run folder."""
+        return self.record.stages
 
     @property
     def observed(self) -> bool:
@@ -144,12 +141,11 @@ class Run(PricedRecord):
         if record.timed_ns is None or record.timed_tokens is None:
             return {}
         speeds: dict[int, list[RankSpeed]] = {}
-        for stage in np.unique(self.stage).tolist():
-            layers = self.stage == stage
+        for stage in range(record.timed_ns.shape[1]):
             speeds[stage] = rank_speeds(
-                1e-9 * record.timed_ns[:, layers].sum(axis=1),
-                record.timed_tokens[:, layers].sum(axis=1),
-                self.after[:, layers].sum(axis=1),
+                1e-9 * record.timed_ns[:, stage],
+                record.timed_tokens[:, stage],
+                self.after[:, self.stage == stage].sum(axis=1),
                 iterations=record.iteration.tolist(),
             )
         return speeds
@@ -216,7 +212,7 @@ class Run(PricedRecord):
 
     @property
     def job(self) -> dict[str, Any]:
-        """Sizes and layout of the job; empty in records of earlier versions."""
+        """Sizes and layout of the job; empty if unknown."""
         return dict(self.info.job)
 
     @property
@@ -321,10 +317,12 @@ def _over_mean(fullest: np.ndarray, load: np.ndarray) -> np.ndarray:
 
 def _read_loads(path: Path) -> np.ndarray:
     """Read the loads in an .npz, [T, L, E], summed over sources."""
-    if not path.exists():
-        raise ValueError("it does not exist")
-    # Loads of every source take more than a segment of a record.
-    arrays = parse_arrays(files.read_file(path), most=files.MOST_BYTES)
+    try:
+        with np.load(io.BytesIO(read_file(path)), allow_pickle=False) as file:
+            arrays = dict(file)
+    # zipfile, zlib, numpy and numpy's header parser raise exceptions of their own.
+    except Exception as error:
+        raise ValueError(f"no .npz: {describe(error)}") from error
     name = "counts" if "counts" in arrays else "load"
     if name not in arrays:
         raise ValueError(f"it has no array counts or load, but {', '.join(arrays) or 'nothing'}")
@@ -333,8 +331,8 @@ def _read_loads(path: Path) -> np.ndarray:
     if loads.ndim != num_axes or not loads.size or loads.dtype.kind not in "iuf":
         raise ValueError(f"{name} is {loads.dtype} of shape {loads.shape}")
     # not NaN either
-    if not ((loads >= 0) & (loads <= MOST_TOKENS)).all():
-        raise ValueError(f"{name} must be from 0 to {MOST_TOKENS:,}")
+    if not ((loads >= 0) & np.isfinite(loads)).all():
+        raise ValueError(f"{name} must be finite and not negative")
     if name == "counts":
         loads = loads.sum(axis=2)
     return loads

@@ -188,7 +188,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
     size = recorded.Size(layers=2, experts=128, ranks=8)
     folders = ("fssdp-run", "TRACE", "DIR", "STOCK", "FSSDP", "FILLED")
-    for name in (*folders, "DIR/model-2", "DIR/earlier-TIME"):
+    for name in (*folders, "DIR/model-2", "DIR/2026-11-28T115034.123+0000"):
         held = recorded.arrays(size, fssdp=name in ("DIR", "FSSDP"))
         recorded.write(folder / name, size, held=held)
     for name in ("pretrain_gpt.py", "primus/cli/main.py", "package/module.py"):

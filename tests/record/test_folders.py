@@ -105,7 +105,7 @@ def test_a_second_run_of_the_hook_counts_no_model() -> None:
     for chunks in models:
         hook(chunks)
     dist.barrier()
-    assert sorted(str(path.parent.relative_to(folder)) for path in folder.rglob("*.json")) == [
+    assert sorted(str(path.parents[1].relative_to(folder)) for path in folder.rglob("*.rows")) == [
         ".",
         "model-2",
         "model-3",

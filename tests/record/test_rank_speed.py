@@ -117,8 +117,7 @@ def test_the_slowest_of_the_ranks_that_were_measured() -> None:
     history = SpeedHistory()
     assert np.isnan(history.slowest())
     for iteration in range(ITERATIONS):
-        row = slice(iteration, iteration + 1)
-        history.add(iteration, 1e9 * seconds[row], tokens[row], tokens[row])
+        history.add(iteration, 1e9 * seconds[iteration], tokens[iteration], tokens[iteration])
     assert np.isnan(history.speeds()[0].pace)
     assert history.slowest() == pytest.approx(PACE, rel=0.1)
 

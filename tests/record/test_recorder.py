@@ -18,7 +18,7 @@ pytestmark = pytest.mark.fast
 def test_a_model_that_has_gone_leaves_a_whole_record_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """As where post-training builds one model after another in a process, and all record into one folder."""
+    """As where post-training builds one model after another in a process, each in a folder of its own."""
     monkeypatch.setattr(recorder.training_globals, "place_of_rank", lambda group: (0, True))
     monkeypatch.setattr(recorder.training_globals, "logging_pipeline", lambda: [0])
     monkeypatch.setattr(recorder, "_get_default_store", dist.HashStore)
@@ -27,7 +27,8 @@ def test_a_model_that_has_gone_leaves_a_whole_record_and_no_thread(
     info = RunInfo(mode="observe", layers=("layer 1",), num_experts=2, ranks=1, node=(0,))
     for iteration in (1, 2):
         before = set(threading.enumerate())
-        stage = recorder.StageRecorder(info, str(tmp_path), group=None, collect=lambda: True)
+        folder = str(tmp_path / f"model-{iteration}")
+        stage = recorder.StageRecorder(info, folder, group=None, collect=lambda: True)
         stage.take(iteration, {"load": np.array([[iteration, 0]])}, dict)
         started = set(threading.enumerate()) - before
         assert len(started) == 2  # a writer, and what takes metrics to loggers
@@ -35,6 +36,8 @@ def test_a_model_that_has_gone_leaves_a_whole_record_and_no_thread(
         for thread in started:
             thread.join(10)
             assert not thread.is_alive()
-    record = read(tmp_path)
-    assert record.iteration.tolist() == [1, 2] and record.load[:, 0, 0].tolist() == [1, 2]
+        record = read(folder)
+        assert record.iteration.tolist() == [iteration] and record.load.tolist() == [
+            [[iteration, 0]]
+        ]
     assert not capsys.readouterr().err

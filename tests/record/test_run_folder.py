@@ -3,7 +3,9 @@ refusal to write."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import random
 import subprocess
 import sys
 import threading
@@ -11,8 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import recorded
 
-from megatron_hecate.record import run_writer
+from megatron_hecate.__main__ import main
+from megatron_hecate.record import run_folder
 from megatron_hecate.record.run_folder import RunInfo, read
 from megatron_hecate.record.run_writer import RunWriter
 
@@ -26,30 +30,34 @@ def _load(iteration: int, layers: int = 2, experts: int = 6) -> np.ndarray:
     return np.random.default_rng(iteration).integers(0, 70_000, (layers, experts))
 
 
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.glob("loads-*.npz"))
+def _write(folder: Path, iterations: range, *, job: int = 0, info: RunInfo = INFO) -> Path:
+    """Record iterations of the job with this number; its loads differ from other jobs'."""
+    info = dataclasses.replace(info, started=f"2026-11-28T11:50:0{job}.123+00:00")
+    writer = RunWriter(folder, info)
+    for iteration in iterations:
+        writer.append(iteration, load=_load(iteration + 1000 * job))
+    writer.close()
+    return folder
 
 
 def test_what_was_written_is_read_and_readable_while_it_grows(tmp_path: Path) -> None:
-    writer = RunWriter(tmp_path / "new" / "run", INFO, seconds=1e6)
-    with pytest.raises(ValueError, match="holds no iteration of stage 0 yet"):
+    writer = RunWriter(tmp_path / "new" / "run", INFO)
+    with pytest.raises(ValueError, match="holds no iteration yet"):
         read(tmp_path / "new" / "run")
     for iteration in range(1, 601):
         writer.append(iteration, load=_load(iteration), time=iteration / 2)
-        if iteration in (1, 2, 300):
-            writer.flush()
-            record = read(tmp_path / "new" / "run")
-            assert record.iteration.tolist() == list(range(1, iteration + 1))
     writer.close()
     record = read(tmp_path / "new" / "run")
-    assert record.info == dataclasses.replace(INFO, first=1)
+    assert record.info == INFO and record.stages == (INFO,)
     assert record.iteration.tolist() == list(range(1, 601))
     assert record.time.tolist() == [iteration / 2 for iteration in range(1, 601)]
     assert (record.load == np.stack([_load(iteration) for iteration in range(1, 601)])).all()
     assert record.load.dtype == np.int64
     assert record.replica is None
     assert record.window is None and record.copy is None
-    assert not list(tmp_path.rglob("*.tmp"))
+    (path,) = (tmp_path / "new" / "run").iterdir()
+    # Two layers with six loads of 4 bytes, number and time of the iteration, and the checksum.
+    assert path.stat().st_size == len(path.open("rb").readline()) + 600 * (2 * 6 * 4 + 8 + 8 + 4)
 
 
 def test_all_arrays_of_a_run_with_replicas_of_two_stages(tmp_path: Path) -> None:
@@ -67,18 +75,21 @@ def test_all_arrays_of_a_run_with_replicas_of_two_stages(tmp_path: Path) -> None
         for iteration in iterations:
             rng, size = np.random.default_rng((stage, iteration)), len(layers)
             rows[stage, iteration] = dict(
-                load=rng.integers(0, 5e9, (size, experts)),
+                load=rng.integers(0, 4e9, (size, experts)),
                 replica=rng.integers(-1, experts, (size, 2, 3)),
                 late=rng.integers(0, 3, size),
-                rank_load=rng.integers(0, 5e9, (size, 2)),
+                rank_load=rng.integers(0, 4e9, (size, 2)),
                 crossing=rng.integers(0, 100, size),
-                window=rng.uniform(0, 1, size),
-                copy=np.full(size, np.nan if iteration == 20 else 1e-4),
+                window=rng.uniform(0, 1, size).astype(np.float32),
+                copy=np.full(size, np.nan if iteration == 20 else 1e-4, np.float32),
+                timed_ns=rng.integers(0, 5e12, 2),
+                timed_tokens=rng.integers(0, 4e9, 2),
             )
             writer.append(iteration, time=iteration + stage, **rows[stage, iteration])
         writer.close()
     record = read(tmp_path)
     assert record.info.layers == ("layer 2", "layer 3", "layer 10", "layer 11", "mtp layer 1")
+    assert [stage.layers for stage in record.stages] == [layers for layers, _, _ in stages.values()]
     assert record.info.num_experts == 6
     assert record.iteration.tolist() == list(range(5, 37))
     assert record.time.tolist() == list(range(6, 38))
@@ -90,112 +101,68 @@ def test_all_arrays_of_a_run_with_replicas_of_two_stages(tmp_path: Path) -> None
                 assert not found[:, written.shape[1] :].any()
                 found = found[:, : written.shape[1]]
             assert np.array_equal(found, written, equal_nan=name == "copy"), (name, at)
+    for name in ("timed_ns", "timed_tokens"):
+        written = [[rows[stage, iteration][name] for stage in stages] for iteration in range(5, 37)]
+        assert np.array_equal(getattr(record, name), written), name
 
 
-def test_bytes_are_bounded_and_stages_keep_the_same_iterations(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_writer.files.os, "fsync", lambda _: None)  # which takes milliseconds
-    bound, newest = 32 << 10, 1500
-    sizes, alone = [], None
-    for stage, layers in enumerate((2, 7)):
-        names = tuple(f"layer {stage * 2 + i}" for i in range(layers))
-        info = RunInfo(mode="observe", layers=names, num_experts=6, ranks=2, node=(0, 1))
-        writer = RunWriter(tmp_path / str(stage), info, stage=stage, bound=bound, seconds=1e6)
-        for iteration in range(1, newest + 1):
-            writer.append(iteration, load=_load(iteration, layers))
-            if iteration % 50 == 0:
-                writer.flush()
-                sizes.append(_size(tmp_path / str(stage)))
-        writer.close()
-        for path in (tmp_path / str(stage)).iterdir():
-            path.rename(tmp_path / path.name)
-        alone = alone or read(tmp_path)
-    assert max(sizes) <= bound * 1.2  # the one that grows is not compressed
-    assert max(sizes) > bound / 2
-    record = read(tmp_path)
-    assert len(alone.iteration) > len(record.iteration) > 100
-    assert record.iteration[-20:].tolist() == list(
-        range(newest - 19, newest + 1)
-    )  # the newest are never thinned
-    steps = np.diff(record.iteration)
-    assert (np.diff(steps) <= 0).sum() == len(steps) - 1, "older ones are at least as far apart"
-    assert steps[0] > 1
-    assert record.iteration[0] < newest / 10
-    assert (
-        record.load == [np.concatenate([_load(i), _load(i, 7)]) for i in record.iteration]
-    ).all()
+def test_a_long_record_is_read_with_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "MOST_READ", 100)
+    record = read(_write(tmp_path, range(1, 251)))
+    assert record.iteration.tolist() == list(range(1, 251, 3))
+    assert (record.load == np.stack([_load(i) for i in range(1, 251, 3)])).all()
 
 
 def test_a_run_that_goes_back_to_a_checkpoint_is_continued(tmp_path: Path) -> None:
-    for first, last, shift in ((1, 30, 0), (11, 20, 1000)):
-        writer = RunWriter(tmp_path, INFO)
-        for iteration in range(first, last + 1):
-            writer.append(iteration, load=_load(iteration + shift))
-        if shift:  # and once more, in the same process
-            writer.append(16, load=_load(7))
-        writer.close()
+    """In another job, and once more in the same process."""
+    _write(tmp_path, range(1, 31))
+    _write(tmp_path, [*range(11, 21), 16], job=1)
     record = read(tmp_path)
     assert record.iteration.tolist() == list(range(1, 17))
-    expected = [_load(i if i <= 10 else i + 1000) for i in range(1, 16)] + [_load(7)]
+    expected = [_load(i if i <= 10 else i + 1000) for i in range(1, 17)]
     assert (record.load == np.stack(expected)).all()
 
 
-def test_another_run_and_another_job_are_told_apart(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    old = RunWriter(tmp_path, INFO, seconds=1e6)
-    with pytest.raises(
-        ValueError, match=r"holds another run.*2 layers, 6 experts.*name another folder"
-    ):
-        RunWriter(
-            tmp_path,
-            RunInfo(mode="observe", layers=("layer 1",), num_experts=6, ranks=2, node=(0, 1)),
-        )
-    new = RunWriter(tmp_path, INFO, seconds=1e6)
-    old.append(1, load=_load(0))
-    new.append(1, load=_load(1))
-    new.close()
-    old.close()
-    assert "another job writes there" in capsys.readouterr().err
-    assert (read(tmp_path).load == _load(1)).all()
-
-
-def test_stages_of_another_run_are_not_mixed_with_those_that_are_there(tmp_path: Path) -> None:
-    """A run of one stage, then the same model as two stages, of which the second finds no file of its own number; a
-    stage of another mode. Oracle: the folder as it was."""
-    writer = RunWriter(tmp_path, INFO)
-    writer.append(1, load=_load(1))
+def test_jobs_in_one_folder_hide_nothing(tmp_path: Path) -> None:
+    """A job that begins again, one of another model, and one that has not trained yet: each has files of its own."""
+    _write(tmp_path, range(1, 11))
+    _write(tmp_path, range(1, 4), job=1)
+    assert read(tmp_path).load.tolist() == [_load(1000 + i).tolist() for i in (1, 2, 3)]
+    other = dataclasses.replace(INFO, layers=("layer 1",), num_experts=6)
+    writer = RunWriter(tmp_path, dataclasses.replace(other, started="2026-11-28T11:51+00:00"))
+    assert read(tmp_path).iteration.tolist() == [1, 2, 3]
+    writer.append(2, load=_load(5, layers=1))
     writer.close()
-    before = sorted(path.name for path in tmp_path.glob("*-*.[nj]*"))
-    for mode, layer in (("observe", "layer 3"), ("fssdp", "layer 4")):
-        info = RunInfo(mode=mode, layers=(layer,), num_experts=6, ranks=2, node=(0, 1))
-        with pytest.raises(
-            ValueError, match=r"holds another run.*2 layers, 6 experts.*name another folder"
-        ):
-            RunWriter(tmp_path, info, stage=1)
-    assert sorted(path.name for path in tmp_path.glob("*-*.[nj]*")) == before
-    assert (read(tmp_path).load == _load(1)).all()
+    assert read(tmp_path).load.tolist() == [_load(5, layers=1).tolist()]
+    first, second, third = sorted(path for path in tmp_path.iterdir())
+    assert first.name == "2026-11-28T115000.123+0000"
+    assert read(first).iteration.tolist() == list(range(1, 11))
+    assert read(second).iteration.tolist() == [1, 2, 3]
+    assert read(third).info.layers == ("layer 1",)
+    with pytest.raises(FileExistsError):
+        RunWriter(third, dataclasses.replace(other, started=""))
 
 
-def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [100, 10_000])
+def test_a_full_disk_is_said_once_and_stops_nothing(tmp_path: Path, limit: int) -> None:
     """The operating system refuses files past a limit, as a full disk does; later there is room again."""
     code = f"""
-import resource, signal, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+import resource, signal, sys, time
+sys.path[:0] = {[str(Path(file).parent) for file in (__file__, recorded.__file__)]}
 import test_run_folder as t
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-writer = t.RunWriter({str(tmp_path)!r}, t.INFO, seconds=1e6)
+writer = t.RunWriter({str(tmp_path)!r}, t.INFO)
 hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-for iteration in range(1, 901):
-    if iteration == 2:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    if iteration == 700:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    writer.append(iteration, load=t._load(iteration))
-    if iteration % 50 == 1:
-        writer.flush()
-assert len(writer._rows) < 300, "what cannot be written piles up"
+def write(iterations):
+    for iteration in iterations:
+        writer.append(iteration, load=t._load(iteration))
+    while not writer._rows.empty():
+        time.sleep(0.01)
+    time.sleep(0.1)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, hard))
+write(range(1, 701))
+resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+write(range(701, 901))
 print("trained")
 """
     ran = subprocess.run(
@@ -203,54 +170,45 @@ print("trained")
     )
     assert ran.stdout == "trained\n"
     assert len(ran.stderr.splitlines()) == 1
-    assert "cannot be written (OSError: [Errno 27]" in ran.stderr
+    assert "cannot be written (OSError: [Errno " in ran.stderr
     assert "training continues" in ran.stderr
-    record = read(tmp_path)  # closed at exit
-    assert record.iteration.tolist() == [1, *range(513, 901)]
-    assert not list(tmp_path.glob("*.tmp"))
+    record = read(tmp_path)
+    num_before = 0 if limit == 100 else (limit - 600) // 68
+    assert abs(sum(record.iteration < 701) - num_before) <= 10
+    assert record.iteration[record.iteration > 700].tolist() == list(range(701, 901))
+    assert (record.load == np.stack([_load(i) for i in record.iteration])).all()
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader beside a writer that flushes and thins all the time finds whole iterations, the newest it was told."""
-    monkeypatch.setattr(run_writer.files.os, "fsync", lambda _: None)
-    monkeypatch.setattr(run_writer, "SEGMENT_ITERATIONS", 8)
-    writer = RunWriter(tmp_path, INFO, bound=16 << 10, seconds=1e-4)
-    writer.append(0, load=_load(0))
-    writer.flush()
-    flushed, done, failures = [0], threading.Event(), []
+def test_a_reader_never_sees_half_an_iteration(tmp_path: Path) -> None:
+    """A reader beside a writer finds whole iterations without a gap."""
+    writer = RunWriter(tmp_path, INFO)
+    done, failures = threading.Event(), []
 
     def read_on() -> None:
         while not done.is_set():
-            at_least = flushed[0]
             try:
                 record = read(tmp_path)
-                assert record.iteration[-1] >= at_least
-                assert (np.diff(record.iteration) > 0).all()
-                assert all(
-                    (load == _load(i)).all()
-                    for i, load in zip(record.iteration, record.load, strict=True)
-                )
+                assert (np.diff(record.iteration) == 1).all()
+                assert (record.load == np.stack([_load(i) for i in record.iteration])).all()
             except Exception as error:
-                failures.append(error)
-                return
+                if "no iteration yet" not in str(error):
+                    failures.append(error)
 
     reader = threading.Thread(target=read_on)
     reader.start()
-    for iteration in range(1, 1200):
+    for iteration in range(1200):
         writer.append(iteration, load=_load(iteration))
-        if iteration % 3 == 0:
-            writer.flush()
-            flushed[0] = iteration
+    writer.close()
     done.set()
     reader.join()
-    writer.close()
     assert not failures, failures
 
 
 def test_a_run_that_goes_on_with_another_dispatcher_is_read(tmp_path: Path) -> None:
-    """Only Megatron's all-to-all tells what crosses nodes: some segments hold an array that others lack."""
+    """Only Megatron's all-to-all tells what crosses nodes: one job holds a column that the other one lacks."""
     for first, more in ((1, {"crossing": np.array([3, 4])}), (4, {})):
-        writer = RunWriter(tmp_path, INFO)
+        info = dataclasses.replace(INFO, started=f"2026-11-28T11:50:0{first}+00:00")
+        writer = RunWriter(tmp_path, info)
         for iteration in range(first, first + 3):
             writer.append(iteration, load=_load(iteration), **more)
         writer.close()
@@ -260,42 +218,50 @@ def test_a_run_that_goes_on_with_another_dispatcher_is_read(tmp_path: Path) -> N
     assert record.crossing is None
 
 
-def test_bytes_that_were_changed_are_named(tmp_path: Path) -> None:
-    """Wherever a disk has changed a byte; the reader's libraries have several kinds of errors for it."""
-    writer = RunWriter(tmp_path, INFO)
-    for iteration in range(257):
-        writer.append(iteration, load=_load(iteration))
-    writer.close()
-    segment = min(tmp_path.glob("loads-*.npz"))
-    right = segment.read_bytes()
-    directory = range(
-        len(right) - 1000, len(right)
-    )  # of the archive: where most kinds of errors come from
-    places = [(at, 0x55) for at in range(0, len(right), len(right) // 100)]
-    places += [(at, mask) for at in directory for mask in (0x55, 0xFF)]
-    refused = 0
-    for at, mask in places:
-        segment.write_bytes(right[:at] + bytes([right[at] ^ mask]) + right[at + 1 :])
-        try:
+def test_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Wherever a disk has changed or lost a byte: checksums find all changes, and a lost end costs the last rows.
+
+    Oracle: the record before. Commands end with one line and status 2."""
+    for stage in range(2):
+        held = recorded.arrays(recorded.Size(), seed=stage)
+        recorded.write(tmp_path, recorded.Size(), held=held, stage=stage)
+    path = sorted(tmp_path.rglob("*.rows"))[1]
+    right, data, rng = read(tmp_path), path.read_bytes(), random.Random(1)
+    rows = len(path.open("rb").readline())
+    for _ in range(100):
+        place = rng.randrange(rows) if rng.random() < 0.5 else rng.randrange(len(data))
+        changed = bytes([data[place] ^ 1 << rng.randrange(8)])
+        path.write_bytes(data[:place] + changed + data[place + 1 :])
+        with pytest.raises(ValueError) as error:
             read(tmp_path)
+        assert str(tmp_path) in str(error.value) and len(str(error.value).splitlines()) == 1
+        path.write_bytes(data[:place])
+        try:
+            record = read(tmp_path)
         except ValueError as error:
-            assert f"{segment.name} is broken" in str(error)
-            refused += 1
-    assert refused > len(places) // 2
+            assert "holds no iteration yet" in str(error)
+            continue
+        assert (record.load == right.load[: len(record.iteration)]).all()
+    path.write_bytes(data[:-5] + b"x" + data[-4:])
+    for command in ("report", "what-if"):
+        with contextlib.suppress(SystemExit):
+            assert main([command, str(tmp_path)]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+    path.write_bytes(data)
+    assert (read(tmp_path).load == right.load).all()
 
 
 def test_what_is_no_record_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no record of a run"):
         read(tmp_path)
-    writer = RunWriter(tmp_path, INFO)
-    writer.append(1, load=_load(1))
-    writer.close()
-    (segment,) = tmp_path.glob("loads-*.npz")
-    segment.write_bytes(segment.read_bytes()[:-40])
-    with pytest.raises(ValueError, match=f"{segment.name} is broken"):
+    (tmp_path / "run-000.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match="a record of version 1, this package reads 2"):
         read(tmp_path)
-    (tmp_path / "run-000.json").write_text('{"version": 2}')
-    with pytest.raises(ValueError, match="version 2, this package reads 1"):
+    (tmp_path / "stage-000.rows").write_bytes(b"megatron-hecate-record 3 01234567 {}\n")
+    with pytest.raises(ValueError, match="version 3, this package reads 2"):
+        read(tmp_path)
+    (tmp_path / "stage-000.rows").write_bytes(b"something\n")
+    with pytest.raises(ValueError, match="it does not begin as a record"):
         read(tmp_path)
 
 

@@ -40,8 +40,8 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
     [
         ({"other": np.ones(3)}, "holds no loads (it has no array counts or load, but other)"),
         ({"counts": np.ones((2, 2))}, "counts is float64 of shape (2, 2)"),
-        ({"counts": -np.ones((1, 1, 1, 2))}, "counts must be from 0 to 1,099,511,627,776"),
-        ({"load": np.full((1, 1, 2), np.nan)}, "load must be from 0 to 1,099,511,627,776"),
+        ({"counts": -np.ones((1, 1, 1, 2))}, "counts must be finite and not negative"),
+        ({"load": np.full((1, 1, 2), np.nan)}, "load must be finite and not negative"),
         ({"load": np.zeros((0, 1, 2))}, "give a folder of --moe-fssdp-record, or an .npz"),
     ],
 )
@@ -50,7 +50,9 @@ def test_bad_traces(arrays: dict, message: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as error:
         Run.read(tmp_path / "bad.npz")
     assert message in str(error.value)
-    with pytest.raises(ValueError, match=r"missing\.npz holds no loads \(it does not exist"):
+    with pytest.raises(
+        ValueError, match=r"missing\.npz holds no loads \(no .npz: FileNotFoundError"
+    ):
         Run.read(tmp_path / "missing.npz")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match="holds no record of a run"):
@@ -71,13 +73,3 @@ def test_a_changed_trace_is_named(tmp_path: Path) -> None:
             assert str(error).startswith(f"{path} holds no loads (")
             refused += 1
     assert refused > len(right) // 2
-
-
-def test_loads_of_many_sources(tmp_path: Path) -> None:
-    """More bytes than a segment of a record may have."""
-    counts = np.ones((40, 16, 64, 256), np.int64)
-    np.savez_compressed(tmp_path / "many.npz", counts=counts)
-    assert (
-        counts.nbytes > 64 << 20
-        and (Run.read(tmp_path / "many.npz").record.load == counts.sum(axis=2)).all()
-    )

@@ -358,27 +358,25 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
 
 @ranks(2)
 def test_a_record_that_is_refused_is_not_announced() -> None:
-    """The folder holds another job's run, of another model. Oracle: the lines, and the folder."""
+    """A file has the folder's name. Oracle: the lines, and the file."""
     import contextlib
     import io
     from pathlib import Path
 
-    import recorded
     import tiny_gpt
     import torch.distributed as dist
 
     case, root, said = tiny_gpt.Case(), Path(os.environ["TEST_FOLDER"]), []
     tiny_gpt.initialize(case)
     if dist.get_rank() == 0:
-        recorded.write(root / "old", recorded.Size(), held=recorded.arrays(recorded.Size()))
+        (root / "file").write_text("as it was")
     dist.barrier()
-    before = sorted(path.read_bytes() for path in (root / "old").glob("*-*.[nj]*"))
-    for name in ("new", "old"):
+    for name in ("new", "file/run"):
         with contextlib.redirect_stdout(io.StringIO()) as out:
             tiny_gpt.build(case, fssdp(HecateConfig(observe=True, record=root / name)))
         said.append(out.getvalue())
-    assert sorted(path.read_bytes() for path in (root / "old").glob("*-*.[nj]*")) == before
     if dist.get_rank() == 0:
-        assert said[0] == f"FSSDP observes 2 MoE layers and is off; the record is {root}/new\n"
-        refused = f"FSSDP observes 2 MoE layers and is off; not recorded: stage 0: {root}/old holds another run, started "
-        assert said[1].startswith(refused)
+        line = "FSSDP observes 2 MoE layers and is off; "
+        assert said[0] == f"{line}the record is {root}/new\n"
+        assert said[1].startswith(f"{line}not recorded: stage 0: [Errno 20] Not a directory")
+        assert (root / "file").read_text() == "as it was"

@@ -4,11 +4,13 @@ experts on the least loaded ranks, tokens split evenly over the holders."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from megatron_hecate.record.run_folder import RunInfo
+from megatron_hecate.record.run_writer import RunWriter
 
 SHAPE = dict(
     expert_bytes=9.4e6,
@@ -46,7 +48,7 @@ class Size:
 
 
 def arrays(size: Size, *, seed: int = 0, fssdp: bool = True) -> dict[str, np.ndarray]:
-    """What the segments hold."""
+    """Columns of a record."""
     rng = np.random.default_rng(seed)
     drift = np.cumsum(rng.normal(0, 0.02, (size.num, size.layers, size.experts)), axis=0)
     logits = (
@@ -91,14 +93,12 @@ def write(
     folder: Path, size: Size, *, held: dict[str, np.ndarray], stage: int = 0, **fields: Any
 ) -> Path:
     """A run folder with the arrays ``held``; ``fields`` replace those of its description."""
-    folder.mkdir(parents=True, exist_ok=True)
     info: dict[str, Any] = dict(
-        version=1,
         mode="fssdp" if "replica" in held else "observe",
-        layers=[f"layer {n + 1 + stage * size.layers}" for n in range(size.layers)],
+        layers=tuple(f"layer {n + 1 + stage * size.layers}" for n in range(size.layers)),
         num_experts=size.experts,
         ranks=size.ranks,
-        node=[rank * 2 // size.ranks if size.ranks > 1 else 0 for rank in range(size.ranks)],
+        node=tuple(rank * 2 // size.ranks if size.ranks > 1 else 0 for rank in range(size.ranks)),
         top_k=2,
         slots=size.slots if "replica" in held else 0,
         shape=SHAPE,
@@ -106,10 +106,11 @@ def write(
         memory=MEMORY if "replica" in held else {**MEMORY, **dict.fromkeys(list(MEMORY)[3:6], 0)},
         lifetime="iteration",
         transport="nvlink",
-        overlap_degree=None,
-        versions={"megatron-core": "0.19.2", "torch": "2.13"},
         started="2026-11-24T12:00:00+00:00",
     )
-    (folder / f"run-{stage:03d}.json").write_text(json.dumps({**info, **fields}))
-    np.savez(folder / f"loads-{stage:03d}-00000.npz", **held)
+    writer = RunWriter(folder, RunInfo(**{**info, **fields}), stage=stage)
+    rows = {name: array for name, array in held.items() if name != "iteration"}
+    for index, iteration in enumerate(held["iteration"].tolist()):
+        writer.append(iteration, **{name: array[index] for name, array in rows.items()})
+    writer.close()
     return folder
