@@ -25,7 +25,7 @@ from megatron_hecate.comm.p2p import P2P  # noqa: E402
 from megatron_hecate.comm.transport import LayerBuffer, Transport  # noqa: E402
 from megatron_hecate.nvlink.transport import NVLink  # noqa: E402
 from megatron_hecate.replicas.buffers import LIFETIMES  # noqa: E402
-from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts  # noqa: E402
+from megatron_hecate.replicas.memory_estimate import ExpertMemory  # noqa: E402
 
 # upper bound of the share that lifetime "layer" adds with 2 slots, on 64 ranks, to 48 layers of 128
 # experts
@@ -53,27 +53,17 @@ class Model:
     ranks: int
     note: str
 
-    def rank(self, stage: int, slots: int, transport: str) -> RankExperts:
-        """Describe one rank of ``stage`` under the 1F1B schedule."""
-        layers = self.stages[stage]
-        # 1F1B has one microbatch in flight on the last stage, one more on each earlier stage.
-        microbatches = len(self.stages) - stage
-        elements = 3 * self.hidden * self.ffn
+    def estimate(self, lifetime: str, slots: int, transport: str = "p2p") -> ExpertMemory:
+        """Estimate the expert memory of a rank of the largest stage."""
         buffer = LayerBuffer(
-            slots=slots, elements=elements, dtype=torch.bfloat16, homes=self.experts // self.ranks
+            slots=slots,
+            elements=3 * self.hidden * self.ffn,
+            dtype=torch.bfloat16,
+            homes=self.experts // self.ranks,
         )
         extra = _transport(transport, self.ranks).extra_bytes([buffer])
-        return RankExperts.with_adam(
-            (buffer,) * layers, in_flight=layers * microbatches, transport_bytes=extra
-        )
-
-    def estimate(self, lifetime: str, slots: int, transport: str = "p2p") -> ExpertMemory:
-        """Estimate the expert memory of the rank with the largest total."""
-        stages = (self.rank(stage, slots, transport) for stage in range(len(self.stages)))
-        return max(
-            (ExpertMemory.estimate(rank, lifetime) for rank in stages),
-            key=lambda memory: memory.total,
-        )
+        layers = [buffer] * max(self.stages)
+        return ExpertMemory.estimate(layers, lifetime, transport_bytes=extra)
 
 
 def _transport(name: str, ranks: int) -> Transport:

@@ -15,16 +15,16 @@ from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.megatron.forward_pass import ForwardPass
-from megatron_hecate.megatron.job_sizes import job_sizes
+from megatron_hecate.megatron.job_sizes import job_sizes, memory_sizes
 from megatron_hecate.megatron.router_replay import has_replay
-from megatron_hecate.megatron.training_state import forwards_in_flight, num_microbatches
+from megatron_hecate.megatron.training_state import num_microbatches
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
 from megatron_hecate.record.expert_timer import ExpertTimer
 from megatron_hecate.record.recorder import StageRecorder, describe_run
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.stage_metrics import StageMetrics
-from megatron_hecate.replicas.memory_estimate import RankExperts
+from megatron_hecate.replicas.memory_estimate import ExpertMemory
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.step.token_counts import TokenCounts
 
@@ -317,17 +317,14 @@ def _describe_stage(states: Sequence[LayerState], chunk_by_layer: Sequence[int])
     world = first.world
     model = first.parts.layer.config
     buffers = tuple(state.parts.buffer(config.slots) for state in states)
-    experts = RankExperts.with_adam(
-        buffers,
-        in_flight=forwards_in_flight(model, chunk_by_layer),
-        transport_bytes=first.transport.extra_bytes(buffers) if config.slots else 0,
-    )
+    transport_bytes = first.transport.extra_bytes(buffers) if config.slots else 0
+    memory = ExpertMemory.estimate(buffers, config.lifetime, transport_bytes=transport_bytes)
     return describe_run(
         "fssdp",
         [state.name for state in states],
         shape=first.shape(num_microbatches() or 1),
         speeds=world.speeds,
-        memory=experts.for_record(model, config.lifetime),
+        memory=memory_sizes(memory, model, chunk_by_layer, buffers[0].dtype),
         num_experts=max(state.parts.homes_only.num_experts for state in states),
         ranks=world.num_ranks,
         node=tuple(world.node),

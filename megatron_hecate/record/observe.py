@@ -249,7 +249,7 @@ class _Observer:
             ranks=ranks,
             node=world.node,
             top_k=model.moe_router_topk,
-            memory=stock_memory(first, shape, len(layers)).for_record(model, "iteration"),
+            memory=stock_memory(first, shape, len(layers)),
             job=job_sizes(model),
         )
         self.stage = StageRecorder(info, folder, group=self._group, collect=self.collect)

@@ -31,79 +31,6 @@ ASSUMED = "Adam, state not sharded"
 
 
 @dataclasses.dataclass(frozen=True)
-class RankExperts:
-    """Sizes of one rank's experts that determine memory.
-
-    Args:
-        layers: sizes of every MoE layer.
-        in_flight: upper bound of the forwards in flight, see `BufferSizes.plan`.
-        grad_bytes: bytes of one parameter's main gradient; 0 where experts are frozen.
-        optimizer_bytes: bytes of one parameter's optimizer state.
-        transport_bytes: memory of the transport besides replicas.
-        nccl_bytes: memory already allocated for the ranks' NCCL connections.
-    """
-
-    layers: tuple[LayerBuffer, ...]
-    in_flight: int
-    grad_bytes: int
-    optimizer_bytes: int
-    transport_bytes: int = 0
-    nccl_bytes: int = 0
-
-    @classmethod
-    def with_adam(
-        cls,
-        layers: tuple[LayerBuffer, ...],
-        *,
-        in_flight: int,
-        transport_bytes: int = 0,
-        nccl_bytes: int = 0,
-    ) -> RankExperts:
-        """Describe experts that Adam trains with fp32 gradients.
-
-        Adam keeps two fp32 moments, and an fp32 master copy unless the weights are fp32.
-        """
-        master = 0 if layers[0].dtype is torch.float32 else 4
-        return cls(
-            layers,
-            in_flight,
-            grad_bytes=4,
-            optimizer_bytes=8 + master,
-            transport_bytes=transport_bytes,
-            nccl_bytes=nccl_bytes,
-        )
-
-    def for_record(self, config: Any, lifetime: str) -> dict[str, float]:
-        """Return `RunInfo.memory`: expert memory, and activations that the experts keep per token.
-
-        Linears keep their inputs. An activation function keeps its input and, unless it is fused,
-        intermediate results. Activations kept by quantization are not counted.
-
-        Args:
-            config: Megatron's configuration of the layers.
-            lifetime: lifetime of the replicas.
-        """
-        memory = dataclasses.asdict(ExpertMemory.estimate(self, lifetime))
-        selective = []
-        if config.recompute_granularity == "selective":
-            selective = config.recompute_modules or []
-        is_recomputed = config.recompute_granularity == "full" or "moe" in selective
-        gated = bool(config.gated_linear_unit)
-        # Tensors of the FFN's width that the activation function keeps.
-        if "moe_act" in selective:
-            activation_tensors = 0
-        elif config.bias_activation_fusion:
-            activation_tensors = 1
-        else:
-            activation_tensors = 2 + 2 * gated
-        input_width = getattr(config, "moe_latent_size", None) or config.hidden_size
-        ffn_width = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
-        width = input_width + (1 + gated + activation_tensors) * ffn_width
-        share_in_flight = 0 if is_recomputed else self.in_flight / len(self.layers)
-        return {**memory, "token": width * self.layers[0].dtype.itemsize, "kept": share_in_flight}
-
-
-@dataclasses.dataclass(frozen=True)
 class ExpertMemory:
     """Expert memory of one rank with replicas of one lifetime, in bytes.
 
@@ -123,17 +50,36 @@ class ExpertMemory:
     connected: int = 0
 
     @classmethod
-    def estimate(cls, experts: RankExperts, lifetime: str) -> ExpertMemory:
-        sizes = BufferSizes.plan(experts.layers, lifetime)
-        parameters = [layer.elements * layer.homes for layer in experts.layers]
+    def estimate(
+        cls,
+        layers: Sequence[LayerBuffer],
+        lifetime: str,
+        *,
+        transport_bytes: int = 0,
+        nccl_bytes: int = 0,
+        trained: float = 1.0,
+    ) -> ExpertMemory:
+        """Estimate the memory of experts that Adam trains with fp32 gradients.
+
+        Args:
+            layers: sizes of every MoE layer of the rank.
+            lifetime: lifetime of the replicas.
+            transport_bytes: memory of the transport besides replicas.
+            nccl_bytes: memory already allocated for the ranks' NCCL connections.
+            trained: share of the parameters that are trained, and not frozen.
+        """
+        sizes = BufferSizes.plan(layers, lifetime)
+        parameters = sum(layer.elements * layer.homes for layer in layers)
+        # Two fp32 moments, and an fp32 master copy unless the weights are fp32.
+        optimizer_bytes = 8 if layers[0].dtype is torch.float32 else 12
         return cls(
-            weights=sum(layer.homes * layer.chunk_bytes for layer in experts.layers),
-            grads=sum(parameters) * experts.grad_bytes,
-            optimizer=sum(parameters) * experts.optimizer_bytes,
+            weights=sum(layer.homes * layer.chunk_bytes for layer in layers),
+            grads=round(parameters * trained) * 4,
+            optimizer=round(parameters * trained) * optimizer_bytes,
             replica_weights=sum(sizes.weights),
             replica_grads=sum(sizes.grads),
-            transport=(experts.transport_bytes if sizes.total else 0) + experts.nccl_bytes,
-            connected=experts.nccl_bytes,
+            transport=(transport_bytes if sizes.total else 0) + nccl_bytes,
+            connected=nccl_bytes,
         )
 
     @property
@@ -185,11 +131,6 @@ class RankMemory:
 
     by_lifetime: Mapping[str, ExpertMemory]
     free: int
-
-    @classmethod
-    def estimate(cls, experts: RankExperts, free: int) -> RankMemory:
-        by_lifetime = {lifetime: ExpertMemory.estimate(experts, lifetime) for lifetime in LIFETIMES}
-        return cls(by_lifetime, free)
 
     @classmethod
     def parse(cls, fields: Mapping[str, Any]) -> RankMemory:

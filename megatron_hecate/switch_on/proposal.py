@@ -20,8 +20,8 @@ from megatron_hecate.config import HecateConfig
 from megatron_hecate.megatron import assumptions, foreign_code, training_state
 from megatron_hecate.plan import Speeds
 from megatron_hecate.record.observe import read_speeds
-from megatron_hecate.replicas import memory_estimate
-from megatron_hecate.replicas.memory_estimate import RankMemory
+from megatron_hecate.replicas.buffers import LIFETIMES
+from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankMemory
 from megatron_hecate.step.layer import FSSDPLayer
 from megatron_hecate.step.layer_parts import LayerParts
 from megatron_hecate.switch_on import unsupported, wrappers
@@ -194,19 +194,14 @@ def _estimate_memory(
         dtype = torch.float16
     layers = tuple(part.buffer(config.slots, dtype) for part in parts)
     transport = connection.transports.get(parts[0].ranks)
-    experts = memory_estimate.RankExperts.with_adam(
+    homes = list(chain.from_iterable(chain.from_iterable(p.experts.homes() for p in parts)))
+    estimate = functools.partial(
+        ExpertMemory.estimate,
         layers,
-        in_flight=training_state.forwards_in_flight(layer_config, model.chunk_by_layer),
         transport_bytes=transport.extra_bytes(layers) if transport and config.slots else 0,
         nccl_bytes=connection.nccl_bytes,
-    )
-    # frozen experts have neither gradients nor optimizer state
-    homes = list(chain.from_iterable(chain.from_iterable(p.experts.homes() for p in parts)))
-    trained = sum(p.numel() for p in homes if p.requires_grad) / sum(p.numel() for p in homes)
-    experts = dataclasses.replace(
-        experts,
-        grad_bytes=round(experts.grad_bytes * trained),
-        optimizer_bytes=round(experts.optimizer_bytes * trained),
+        # frozen experts have neither gradients nor optimizer state
+        trained=sum(p.numel() for p in homes if p.requires_grad) / sum(p.numel() for p in homes),
     )
     on_gpu = device_of_rank().type == "cuda"
     free = RankMemory.free_memory(gpu=on_gpu)
@@ -215,7 +210,8 @@ def _estimate_memory(
         for chunk in model.chunks:
             elsewhere = [p for p in chunk.parameters() if not p.is_cuda]
             free -= sum(p.numel() * p.element_size() for p in elsewhere)
-    return dataclasses.asdict(RankMemory.estimate(experts, free))
+    by_lifetime = {lifetime: estimate(lifetime) for lifetime in LIFETIMES}
+    return dataclasses.asdict(RankMemory(by_lifetime, free))
 
 
 def validate_job(

@@ -19,7 +19,7 @@ from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.nvlink.transport import buffer_bytes
 from megatron_hecate.plan import LayerShape, Placement, plan_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES
-from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankExperts
+from megatron_hecate.replicas.memory_estimate import ExpertMemory
 from megatron_hecate.step.forecast import LoadHistory
 from megatron_hecate.tools.job_settings import JobSettings
 from megatron_hecate.tools.run import Run
@@ -210,10 +210,7 @@ class Replay:
         return placed[self.first :]
 
     def memory(self, setup: Setup) -> ExpertMemory:
-        """Estimate the memory of a rank's experts on the first stage.
-
-        The first stage keeps most microbatches in flight.
-        """
+        """Estimate the memory of a rank's experts on the first stage."""
         settings = self.settings
         model = settings.model
         buffer = LayerBuffer(
@@ -227,16 +224,8 @@ class Replay:
         else:
             node_sizes = list(Counter(settings.world.node).values())
             transport_bytes = sum(buffer_bytes([buffer], node_sizes))
-        # passes of one chunk: see `megatron.training_state.forwards_in_flight`
-        passes = (settings.pp - 1) * min(2, settings.vpp) + (settings.vpp - 1) * settings.pp + 1
-        passes = min(passes, settings.microbatches * settings.vpp)
-        num_layers = len(self.model.stages[0])
-        experts = RankExperts.with_adam(
-            (buffer,) * num_layers,
-            in_flight=-(-num_layers // settings.vpp) * passes,
-            transport_bytes=transport_bytes,
-        )
-        memory = ExpertMemory.estimate(experts, setup.lifetime)
+        layers = [buffer] * len(self.model.stages[0])
+        memory = ExpertMemory.estimate(layers, setup.lifetime, transport_bytes=transport_bytes)
         return dataclasses.replace(memory, optimizer=memory.optimizer // settings.optimizer_shards)
 
     def references(self) -> list[Outcome]:

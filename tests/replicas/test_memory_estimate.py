@@ -18,7 +18,6 @@ from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.replicas.memory_estimate import (
     ExpertMemory,
     JobMemory,
-    RankExperts,
     RankMemory,
 )
 
@@ -26,11 +25,15 @@ LIFETIMES = ("iteration", "layer")
 MIB = 2**20
 
 
-def _experts(*, layers: int = 4, slots: int = 2, homes: int = 3, in_flight: int = 4) -> RankExperts:
-    """Experts of 1 Mi parameters in bf16: 2 MiB of weights, 4 of gradients, 12 of Adam's state. A transport that needs
-    20 MiB."""
+def _estimate(
+    lifetime: str, *, slots: int = 2, homes: int = 3, nccl_bytes: int = 0
+) -> ExpertMemory:
+    """Four layers of experts of 1 Mi parameters in bf16: 2 MiB of weights, 4 of gradients, 12 of Adam's state. A
+    transport that needs 20 MiB."""
     layer = LayerBuffer(slots=slots, elements=MIB, dtype=torch.bfloat16, homes=homes)
-    return RankExperts.with_adam((layer,) * layers, in_flight=in_flight, transport_bytes=20 * MIB)
+    return ExpertMemory.estimate(
+        [layer] * 4, lifetime, transport_bytes=20 * MIB, nccl_bytes=nccl_bytes
+    )
 
 
 @pytest.mark.fast
@@ -43,7 +46,7 @@ def test_estimates_worked_out_by_hand() -> None:
         "layer": (2 * 2 * 2, 2 * 2 * 4),
     }
     for lifetime, (weights, grads) in by_hand.items():
-        memory = ExpertMemory.estimate(_experts(), lifetime)
+        memory = _estimate(lifetime)
         replicas = dict(
             replica_weights=weights * MIB, replica_grads=grads * MIB, transport=20 * MIB
         )
@@ -51,18 +54,17 @@ def test_estimates_worked_out_by_hand() -> None:
         assert memory.total == sum(dataclasses.astuple(memory))
         assert memory.added == pytest.approx((weights + grads + 20) / 216)
     fp32 = LayerBuffer(slots=2, elements=100, dtype=torch.float32, homes=1)
-    experts = RankExperts.with_adam((fp32,), in_flight=1)
-    assert (experts.grad_bytes, experts.optimizer_bytes) == (4, 8), "no master copy"
-    none = ExpertMemory.estimate(_experts(slots=0), "iteration")
+    experts = ExpertMemory.estimate([fp32], "iteration", trained=0.5)
+    assert (experts.grads, experts.optimizer) == (200, 400), "no master copy; half are frozen"
+    none = _estimate("iteration", slots=0)
     assert none.replicas == 0 and none.total == none.homes
 
 
 @pytest.mark.fast
 def test_connections_of_nccl_count_and_are_there_already() -> None:
     """30 MiB: in what FSSDP adds, and in the table; not in what is to come, which must fit into what is free now."""
-    experts = _experts()
-    memory = ExpertMemory.estimate(experts, "layer")
-    connected = ExpertMemory.estimate(dataclasses.replace(experts, nccl_bytes=30 * MIB), "layer")
+    memory = _estimate("layer")
+    connected = _estimate("layer", nccl_bytes=30 * MIB)
     assert connected.replicas - memory.replicas == connected.total - memory.total == 30 * MIB
     assert (connected.expected, connected.certain) == (memory.expected, memory.certain)
     table = JobMemory(
@@ -206,7 +208,7 @@ def test_beyond_the_estimate_are_one_layers_gradients() -> None:
         assert lifetime is None or run.replicas > 0
 
 
-# _experts(): to come with the homes: 48 of gradients, 144 of optimizer; replicas 68, 52, 44 MiB; gradients at least 24
+# to come with the homes: 48 of gradients, 144 of optimizer; replicas 68, 52, 44 MiB; gradients at least 24
 FREE = {
     "iteration": 48 + 144 + 16 + 32 + 20,
     "layer": 48 + 144 + 8 + 16 + 20,
@@ -215,9 +217,8 @@ FREE = {
 
 def _job(*free: int, **fields: Any) -> JobMemory:
     """Ranks with so many MiB free."""
-    return JobMemory(
-        {rank: RankMemory.estimate(_experts(**fields), mib * MIB) for rank, mib in enumerate(free)}
-    )
+    by_lifetime = {lifetime: _estimate(lifetime, **fields) for lifetime in LIFETIMES}
+    return JobMemory({rank: RankMemory(by_lifetime, mib * MIB) for rank, mib in enumerate(free)})
 
 
 @pytest.mark.fast
