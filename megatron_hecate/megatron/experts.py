@@ -8,7 +8,6 @@ attributes. Forwards without replicas do not use the twin.
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,8 +29,7 @@ from megatron_hecate.megatron.sequential_experts import (
     list_parameters,
     make_twin,
 )
-from megatron_hecate.megatron.stored_weights import StoredWeights
-from megatron_hecate.plan import LayerShape
+from megatron_hecate.megatron.stored_weights import StoredWeights, is_quantized
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
@@ -81,61 +79,45 @@ class PhysicalExperts:
         self._has_operators = self.grouped is not None and self.grouped.has_operators
         # physical experts that the twin computes, the first ones
         self.num_computed = num_physical
-        self._skips_empty = not self._needs_all(experts)
+        # TransformerEngine keeps scales for each quantized GEMM and reduces their maxima over
+        # ranks, which hold different replicas
+        kinds = ("fp8", "fp4", "quant_recipe")
+        quantizes = any(getattr(experts.config, name, None) for name in kinds)
+        self._skips_empty = not (quantizes or self._has_operators)
         # submodule and attribute of each parameter of this rank's own experts, flat
-        self.owners: list[tuple[Module, str]] = []
-        for expert in range(self.num_homes):
-            for name in self._names:
-                path, _, leaf = name.format(expert).rpartition(".")
-                self.owners.append((experts.get_submodule(path), leaf))
-        self._places = self._twin_places(num_physical)
-        # class of the parameters when `quantized` was found last
-        self._kind: type | None = None
-        self._quantized = False
-        # Microbatches whose weight gradients `compute_delayed` will return, oldest first. None:
-        # weight gradients are not delayed.
-        self.delayed: Delayed | None = None
-        if self.grouped is not None and self.grouped.delays_wgrad:
-            self.delayed = deque()
+        self.owners = self._find_owners(experts, self.num_homes)
+        # Dictionary and key of each weight of the twin. Weights are set as plain attributes, which
+        # takes the least time. Weights of the first expert are set as parameters, because some
+        # versions of TransformerEngine look for any parameter.
+        self._places = [
+            (owner.__dict__ if index >= len(self._names) else owner._parameters, name)
+            for index, (owner, name) in enumerate(self._find_owners(self.twin, num_physical))
+        ]
+        # microbatches with delayed weight gradients, oldest first; None if none are delayed
+        is_delayed = self.grouped is not None and self.grouped.delays_wgrad
+        self.delayed: Delayed | None = deque() if is_delayed else None
         # gradients of the last `backward_dw` that are not complete
         self.unsettled: PendingGradients | None = None
-        # a fused GEMM writes weights' gradients only; biases go through autograd
-        fused = [
-            "weight" in name and _fuses_wgrad(linear)
-            for name, linear in zip(self._names, linears, strict=True)
-        ]
         self.description = f"parameters of {format_shapes(self.home(0))}"
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.home(0)),
-            fused=tuple(fused),
+            # a fused GEMM writes weights' gradients only; biases go through autograd
+            fused=tuple(
+                "weight" in name and _fuses_wgrad(linear)
+                for name, linear in zip(self._names, linears, strict=True)
+            ),
             uniform=self._has_operators,
             is_grouped=self.grouped is not None,
         )
 
-    def _needs_all(self, experts: Module) -> bool:
-        """Return whether the twin must compute all slots, empty ones included.
-
-        TransformerEngine keeps scales for each GEMM and reduces their maxima over ranks, which hold
-        different replicas.
-        """
-        config = experts.config
-        quantizes = any(getattr(config, name, None) for name in ("fp8", "fp4", "quant_recipe"))
-        return quantizes or self._has_operators
-
-    def _twin_places(self, num_physical: int) -> list[tuple[dict[str, Any], str]]:
-        """Find the dictionary and the key of each weight of the twin, expert by expert.
-
-        Weights are set as plain attributes, which takes the least time. Weights of the first expert
-        are set as parameters, because some versions of TransformerEngine look for any parameter.
-        """
-        places: list[tuple[dict[str, Any], str]] = []
-        for expert in range(num_physical):
+    def _find_owners(self, module: Module, num_experts: int) -> list[tuple[Module, str]]:
+        """Find submodule and attribute of each parameter of ``module``, expert by expert."""
+        owners: list[tuple[Module, str]] = []
+        for expert in range(num_experts):
             for name in self._names:
                 path, _, leaf = name.format(expert).rpartition(".")
-                owner = self.twin.get_submodule(path)
-                attributes = owner._parameters if expert == 0 else owner.__dict__
-                places.append((attributes, leaf))
-        return places
+                owners.append((module.get_submodule(path), leaf))
+        return owners
 
     def homes(self) -> list[list[Parameter]]:
         """Look up the parameters of this rank's own experts, expert by expert.
@@ -170,11 +152,7 @@ class PhysicalExperts:
     @property
     def quantized(self) -> bool:
         """True if parameters are quantized. One module holds them all, so all are or none is."""
-        kind = self.first.__class__
-        if kind is not self._kind:
-            self._kind = kind
-            self._quantized = StoredWeights(self.home(0)).quantized
-        return self._quantized
+        return is_quantized(self.first)
 
     @property
     def chunk_bytes(self) -> int:
@@ -192,36 +170,6 @@ class PhysicalExperts:
         if self.quantized:
             return StoredWeights(self.home(0)).weights_in(chunk)
         return self.layout.views(chunk)
-
-    def shape(self, token_bytes: int, *, microbatches: int) -> LayerShape:
-        """Compute the layer's sizes for the cost model.
-
-        Gradients are transferred in fp32; a matrix costs 2 FLOPs per element and token.
-        """
-        expert = self.home(0)
-        return LayerShape(
-            expert_bytes=self.chunk_bytes,
-            grad_bytes=sum(p.numel() * max(4, p.element_size()) for p in expert),
-            token_bytes=token_bytes,
-            token_flops=sum(2.0 * p.numel() for p in expert if p.dim() > 1),
-            microbatches=microbatches,
-        )
-
-    def compute_delayed(self, placeholders: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Compute the delayed weight gradients of the oldest backward, flat over physical experts.
-
-        Args:
-            placeholders: gradients that autograd passed on instead: placeholders for weights, and
-                in fp8 the gradients of biases.
-        """
-        assert self.grouped is not None
-        computed = self.grouped.compute_delayed()
-        grads = list(placeholders)
-        for part, (name, fused) in enumerate(zip(self._names, self.layout.fused, strict=True)):
-            for i, grad in enumerate(computed[name]):
-                if not fused and grad is not None and grad.numel():
-                    grads[i * len(self._names) + part] = grad
-        return grads
 
     def drop_delayed(self) -> None:
         """Forget the delayed weight gradients of aborted backwards."""
@@ -334,8 +282,6 @@ class FSSDPExperts:
             for weight in weights:
                 weight._do_not_offload = True
                 weight.offloading_activation = False
-        if sys.flags.dev_mode:
-            assert not tokens_per_expert[physical.num_computed :].any(), "tokens in empty slots"
         inputs = (hidden_states, tokens_per_expert[: physical.num_computed], probs, *more_inputs)
         output, *more_outputs = physical.compute(weights, *inputs, **kwargs)
         if physical.grouped is not None:
@@ -357,8 +303,9 @@ class FSSDPExperts:
             super().backward_dw()
             return
         self.settle()
-        placeholders, take = self.physical.delayed.popleft()
-        self.physical.unsettled = take(self.physical.compute_delayed(placeholders))
+        gradients, take = self.physical.delayed.popleft()
+        self.physical.grouped.compute_delayed(gradients)
+        self.physical.unsettled = take(gradients)
         if not self.config.delay_wgrad_compute:
             # without the setting, the layer does not call `settle` after the attention's backward
             self.settle()

@@ -112,19 +112,26 @@ class GroupedExperts:
         """Quantized weights that TransformerEngine keeps over microbatches, by name, per linear."""
         return [getattr(self.twin, name)._fp8_workspaces for name in _LINEARS]
 
-    def compute_delayed(self) -> dict[str, list[Tensor]]:
-        """Compute the delayed weight gradients of the oldest backward, P tensors by parameter name.
+    def compute_delayed(self, gradients: list[Tensor | None]) -> None:
+        """Compute the delayed weight gradients of the oldest backward.
 
-        Fused GEMMs write weights' gradients to ``main_grad`` instead. Gradients of biases can be
-        empty, where autograd computed them.
+        Args:
+            gradients: gradients that autograd passed on, flat over physical experts: placeholders
+                for weights, and in fp8 the gradients of biases. Computed gradients replace them;
+                fused GEMMs write to ``main_grad`` instead.
         """
-        computed: dict[str, list[Tensor]] = {}
         for name in reversed(_LINEARS):
-            gemm, (_, _, weights) = getattr(self.twin, name).wgrad_store.pop()
-            biases = [] if self.has_operators else gemm[1]
-            computed[f"{name}.weight{{}}"] = weights
-            computed[f"{name}.bias{{}}"] = biases
-        return computed
+            linear = getattr(self.twin, name)
+            gemm, (_, _, weights) = linear.wgrad_store.pop()
+            computed = {
+                f"{name}.weight{{}}": [] if linear.fuse_wgrad_accumulation else weights,
+                # empty where autograd computed them
+                f"{name}.bias{{}}": [] if self.has_operators else gemm[1],
+            }
+            for part, parameter in enumerate(self.names):
+                for expert, gradient in enumerate(computed.get(parameter, ())):
+                    if gradient is not None and gradient.numel():
+                        gradients[expert * len(self.names) + part] = gradient
 
     def drop_delayed(self) -> None:
         """Empty the stores of delayed weight gradients.

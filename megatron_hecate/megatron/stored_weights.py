@@ -21,6 +21,11 @@ from megatron_hecate.device.lasting import lasting_tensors
 ALIGNMENT = 256
 
 
+def is_quantized(weight: Tensor) -> bool:
+    """Whether ``weight`` is a ``QuantizedTensor`` of TransformerEngine (see `assumptions`)."""
+    return type(weight).__module__.startswith("transformer_engine.")
+
+
 class StoredWeights:
     """Parameters of one expert and their layout in a chunk.
 
@@ -32,7 +37,7 @@ class StoredWeights:
 
     def __init__(self, expert: Sequence[Tensor]) -> None:
         self._expert = expert
-        self.quantized = any(map(_is_quantized, expert))
+        self.quantized = any(map(is_quantized, expert))
 
     @property
     def nbytes(self) -> int:
@@ -63,7 +68,7 @@ class StoredWeights:
             begin += _padded(part)
         weights: list[Tensor] = []
         for weight, weight_tensors in zip(self._expert, tensors, strict=True):
-            if _is_quantized(weight):
+            if is_quantized(weight):
                 weights.append(_quantized_like(weight, weight_tensors))
             else:
                 weights.append(weight_tensors[""])
@@ -71,7 +76,7 @@ class StoredWeights:
 
     def drop_derived(self) -> None:
         """Drop derived bytes after a write, so that TransformerEngine derives the bytes again."""
-        for weight in filter(_is_quantized, self._expert):
+        for weight in filter(is_quantized, self._expert):
             metadata = weight.get_metadata()  # type: ignore[attr-defined]
             if metadata.get("is_2D_scaled") or "data_transpose" in metadata:
                 usage = dict(rowwise_usage=True, columnwise_usage=False)
@@ -82,7 +87,7 @@ class StoredWeights:
         stored = []
         for index, weight in enumerate(self._expert):
             tensors = {"": weight}
-            if _is_quantized(weight):
+            if is_quantized(weight):
                 metadata = weight.get_metadata()  # type: ignore[attr-defined]
                 derived = "columnwise" if metadata.get("is_2D_scaled") else "data_transpose"
                 tensors = {
@@ -104,11 +109,6 @@ def _padding(device: torch.device) -> Tensor:
     """Zeros, [ALIGNMENT] uint8."""
     with lasting_tensors():
         return torch.zeros(ALIGNMENT, dtype=torch.uint8, device=device)
-
-
-def _is_quantized(weight: Tensor) -> bool:
-    """Whether ``weight`` is a ``QuantizedTensor`` of TransformerEngine (see `assumptions`)."""
-    return type(weight).__module__.startswith("transformer_engine.")
 
 
 def _quantized_like(weight: Tensor, stored: dict[str, Tensor]) -> Tensor:

@@ -94,9 +94,15 @@ class LayerParts:
         model = self.layer.config
         # Width of a token as dispatched.
         token_width = getattr(model, "moe_latent_size", None) or model.hidden_size
-        token_bytes = token_width * self.experts.home(0)[0].element_size()
-        return dataclasses.replace(
-            self.experts.shape(token_bytes, microbatches=microbatches * self.passes),
+        expert = self.experts.home(0)
+        return LayerShape(
+            expert_bytes=self.experts.chunk_bytes,
+            # gradients are transferred in fp32
+            grad_bytes=sum(p.numel() * max(4, p.element_size()) for p in expert),
+            token_bytes=token_width * expert[0].element_size(),
+            # a matrix costs 2 FLOPs per element and token
+            token_flops=sum(2.0 * p.numel() for p in expert if p.dim() > 1),
+            microbatches=microbatches * self.passes,
             fetches=max(1, fetches * microbatches),
             returns=max(1, returns * microbatches),
         )
