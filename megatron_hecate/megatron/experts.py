@@ -9,7 +9,7 @@ attributes. Forwards without replicas do not use the twin.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,15 +21,11 @@ from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.megatron.foreign_code import ExpertParts
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.gradient_buckets import ReductionPoint
-from megatron_hecate.megatron.grouped_linear import GroupedExperts
+from megatron_hecate.megatron.grouped_linear import GroupedTwin
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
-from megatron_hecate.megatron.sequential_experts import (
-    check_settings,
-    format_shapes,
-    list_parameters,
-    make_twin,
-)
+from megatron_hecate.megatron.sequential_experts import SequentialTwin, format_shapes
 from megatron_hecate.megatron.stored_weights import StoredWeights, is_quantized
+from megatron_hecate.megatron.twin import Twin, find_owners
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
@@ -54,21 +50,7 @@ class PhysicalExperts:
         # before modules are copied
         self.inside.check()
         self._module = experts
-        self.grouped: GroupedExperts | None = None
-        if isinstance(experts, TEGroupedMLP):
-            self.grouped = GroupedExperts(experts, num_physical)
-            self._names = self.grouped.names
-            linears = self.grouped.linears
-            self.twin = self.grouped.twin
-        elif isinstance(experts, SequentialMLP):
-            check_settings(experts)
-            self._names, linears = list_parameters(experts)
-            self.twin = make_twin(experts, num_physical)
-        else:
-            raise TypeError(
-                f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and "
-                "TEGroupedMLP (--moe-grouped-gemm with TransformerEngine)"
-            )
+        self.twin = _make_twin(experts, num_physical)
         # set by the layer
         self.running: ForwardPass | None = None
         self.reduction_point = ReductionPoint(
@@ -76,48 +58,19 @@ class PhysicalExperts:
         )
         # the plan whose weights the twin's quantized copies were made from
         self.computes_with: TransferPlan | None = None
-        self._has_operators = self.grouped is not None and self.grouped.has_operators
-        # physical experts that the twin computes, the first ones
-        self.num_computed = num_physical
-        # TransformerEngine keeps scales for each quantized GEMM and reduces their maxima over
-        # ranks, which hold different replicas
-        kinds = ("fp8", "fp4", "quant_recipe")
-        quantizes = any(getattr(experts.config, name, None) for name in kinds)
-        self._skips_empty = not (quantizes or self._has_operators)
         # submodule and attribute of each parameter of this rank's own experts, flat
-        self.owners = self._find_owners(experts, self.num_homes)
-        # Dictionary and key of each weight of the twin. Weights are set as plain attributes, which
-        # takes the least time. Weights of the first expert are set as parameters, because some
-        # versions of TransformerEngine look for any parameter.
-        self._places = [
-            (owner.__dict__ if index >= len(self._names) else owner._parameters, name)
-            for index, (owner, name) in enumerate(self._find_owners(self.twin, num_physical))
-        ]
+        self.owners = find_owners(experts, self.twin.names, self.num_homes)
         # microbatches with delayed weight gradients, oldest first; None if none are delayed
-        is_delayed = self.grouped is not None and self.grouped.delays_wgrad
-        self.delayed: Delayed | None = deque() if is_delayed else None
+        self.delayed: Delayed | None = deque() if self.twin.delays_wgrad else None
         # gradients of the last `backward_dw` that are not complete
         self.unsettled: PendingGradients | None = None
         self.description = f"parameters of {format_shapes(self.home(0))}"
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.home(0)),
-            # a fused GEMM writes weights' gradients only; biases go through autograd
-            fused=tuple(
-                "weight" in name and _fuses_wgrad(linear)
-                for name, linear in zip(self._names, linears, strict=True)
-            ),
-            uniform=self._has_operators,
-            is_grouped=self.grouped is not None,
+            fused=self.twin.fused,
+            uniform=self.twin.has_operators,
+            is_grouped=self.twin.is_grouped,
         )
-
-    def _find_owners(self, module: Module, num_experts: int) -> list[tuple[Module, str]]:
-        """Find submodule and attribute of each parameter of ``module``, expert by expert."""
-        owners: list[tuple[Module, str]] = []
-        for expert in range(num_experts):
-            for name in self._names:
-                path, _, leaf = name.format(expert).rpartition(".")
-                owners.append((module.get_submodule(path), leaf))
-        return owners
 
     def homes(self) -> list[list[Parameter]]:
         """Look up the parameters of this rank's own experts, expert by expert.
@@ -125,12 +78,12 @@ class PhysicalExperts:
         Each call looks them up, because loading or moving a model replaces parameters.
         """
         parameters = [module._parameters[name] for module, name in self.owners]
-        width = len(self._names)
+        width = len(self.twin.names)
         return [parameters[i : i + width] for i in range(0, len(parameters), width)]
 
     def home(self, index: int) -> list[Parameter]:
         """Look up the parameters of one of this rank's own experts."""
-        width = len(self._names)
+        width = len(self.twin.names)
         owners = self.owners[index * width : (index + 1) * width]
         return [module._parameters[name] for module, name in owners]
 
@@ -175,8 +128,7 @@ class PhysicalExperts:
         """Forget the delayed weight gradients of aborted backwards."""
         if self.delayed is not None:
             self.delayed.clear()
-            # an aborted backward may have queued the gradients of one linear only
-            self.grouped.drop_delayed()
+            self.twin.drop_delayed()
 
     def compute_with(self, plan: TransferPlan | None) -> None:
         """Prepare the next forward for the replicas of ``plan``, or for none.
@@ -185,49 +137,20 @@ class PhysicalExperts:
         iteration are dropped.
         """
         self.computes_with = plan
-        self.drop_quantized(0)
-        if plan is None or not self._skips_empty:
-            return
-        # an empty slot costs the host as much as an expert with tokens
-        count = self.num_homes + max(plan.slots, default=-1) + 1
-        if count == self.num_computed:
-            return
-        self.num_computed = count
-        if self.grouped is None:
-            self.twin.local_experts = self.twin.every_expert[:count]
-        else:
-            self.grouped.compute_first(count)
+        self.twin.drop_quantized(0)
+        if plan is not None:
+            self.twin.compute_first(self.num_homes + max(plan.slots, default=-1) + 1)
 
-    def drop_quantized(self, first: int) -> None:
-        """Drop the quantized weights that TransformerEngine keeps over microbatches.
 
-        Args:
-            first: first physical expert to drop.
-        """
-        if self.grouped is None:
-            return
-        for copies in self.grouped.quantized_copies:
-            dropped = [name for name in copies if int(name.removeprefix("weight")) >= first]
-            for name in dropped:
-                del copies[name]
-
-    def compute(self, weights: Sequence[Tensor], *inputs: Any, **kwargs: Any) -> Any:
-        """Run the twin on ``inputs`` with ``weights`` of all physical experts, flat."""
-        if not self._has_operators:
-            return self._compute(weights, *inputs, **kwargs)
-        # operators are made before the weights are set, from linears without weights
-        with self.grouped.over(weights):
-            return self._compute(weights, *inputs, **kwargs)
-
-    def _compute(self, weights: Sequence[Tensor], *inputs: Any, **kwargs: Any) -> Any:
-        for (owner, name), weight in zip(self._places, weights, strict=True):
-            owner[name] = weight
-        try:
-            # not by ``__call__``: hooks of all modules have run for Megatron's module
-            return self.twin.forward(*inputs, **kwargs)
-        finally:
-            for owner, name in self._places:
-                owner[name] = None
+def _make_twin(experts: Module, num_physical: int) -> Twin:
+    if isinstance(experts, TEGroupedMLP):
+        return GroupedTwin(experts, num_physical)
+    if isinstance(experts, SequentialMLP):
+        return SequentialTwin(experts, num_physical)
+    raise TypeError(
+        f"experts are a {type(experts).__name__}; FSSDP knows SequentialMLP and TEGroupedMLP "
+        "(--moe-grouped-gemm with TransformerEngine)"
+    )
 
 
 class FSSDPExperts:
@@ -269,8 +192,9 @@ class FSSDPExperts:
             if tokens_per_expert.shape[0] > physical.num_homes:
                 tokens_per_expert = tokens_per_expert[: physical.num_homes]
             return super().forward(hidden_states, tokens_per_expert, probs, *more_inputs, **kwargs)
-        if physical.twin.training != self.training:
-            physical.twin.train(self.training)
+        twin = physical.twin
+        if twin.module.training != self.training:
+            twin.module.train(self.training)
         replicas = running.replicas
         hidden_states, weights = replicas.join(hidden_states, running.joined_homes)
         running.joined_homes = None
@@ -282,13 +206,12 @@ class FSSDPExperts:
             for weight in weights:
                 weight._do_not_offload = True
                 weight.offloading_activation = False
-        inputs = (hidden_states, tokens_per_expert[: physical.num_computed], probs, *more_inputs)
-        output, *more_outputs = physical.compute(weights, *inputs, **kwargs)
-        if physical.grouped is not None:
-            physical.grouped.pass_over()
+        inputs = (hidden_states, tokens_per_expert[: twin.num_computed], probs, *more_inputs)
+        output, *more_outputs = twin.compute(weights, *inputs, **kwargs)
+        twin.pass_over()
         if not replicas.are_kept:
             # quantized copies must not outlive replicas that are dropped after their backward
-            physical.drop_quantized(physical.num_homes)
+            twin.drop_quantized(physical.num_homes)
         return replicas.computed_by(output), *more_outputs
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +227,7 @@ class FSSDPExperts:
             return
         self.settle()
         gradients, take = self.physical.delayed.popleft()
-        self.physical.grouped.compute_delayed(gradients)
+        self.physical.twin.compute_delayed(gradients)
         self.physical.unsettled = take(gradients)
         if not self.config.delay_wgrad_compute:
             # without the setting, the layer does not call `settle` after the attention's backward
@@ -315,12 +238,4 @@ class FSSDPExperts:
         pending = self.physical.unsettled
         self.physical.unsettled = None
         if pending is not None and pending.settle():
-            self.physical.grouped.run_gradient_hooks()
-
-
-def _fuses_wgrad(linear: Module) -> bool:
-    """Whether this linear's GEMM adds its gradient directly into ``main_grad``."""
-    # Megatron's name of the setting, then TransformerEngine's
-    return bool(getattr(linear, "gradient_accumulation_fusion", False)) or bool(
-        getattr(linear, "fuse_wgrad_accumulation", False)
-    )
+            self.physical.twin.run_gradient_hooks()

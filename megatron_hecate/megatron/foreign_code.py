@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Any
 
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer
@@ -54,12 +53,12 @@ LOGGERS = "megatron.training."
 # packages whose hooks work for replicas, too
 KNOWN_HOOKS = ("megatron.core.", "transformer_engine.", "megatron_hecate.", LOGGERS)
 # attributes of a module with its hooks, and their names in errors
-HOOKS = {
-    "_forward_pre_hooks": "forward pre-hook",
-    "_forward_hooks": "forward hook",
-    "_backward_pre_hooks": "backward pre-hook",
-    "_backward_hooks": "backward hook",
-}
+HOOKS = (
+    ("_forward_pre_hooks", "forward pre-hook"),
+    ("_forward_hooks", "forward hook"),
+    ("_backward_pre_hooks", "backward pre-hook"),
+    ("_backward_hooks", "backward hook"),
+)
 # attributes of an instance that replace its class's forward, bound to the instance's weights
 REPLACED = ("forward", "_compiled_call_impl")
 
@@ -154,8 +153,14 @@ class ExpertParts:
     """
 
     def __init__(self, experts: Module) -> None:
-        self._experts = experts
-        self._kinds = {name: (part, type(part)) for name, part in self._parts()}
+        # Name of each module, the module, its class, and the dictionary and key that hold it. Kept,
+        # because a walk over all modules takes long in each iteration.
+        self._parts: list[tuple[str, Module, type, dict[str, Module | None], str]] = []
+        for path, parent in experts.named_modules():
+            for key, part in parent._modules.items():
+                if part is not None:
+                    name = f"{path}.{key}" if path else key
+                    self._parts.append((name, part, type(part), parent._modules, key))
 
     def check(self) -> None:
         """Check that nothing is attached to a module or has replaced one.
@@ -166,7 +171,7 @@ class ExpertParts:
             ValueError: with each kind of code, and the first module that has it.
         """
         names: dict[str, str] = {}
-        for name, problem in chain(self._attached(), self._replaced()):
+        for name, problem in self._attached() + self._replaced():
             names.setdefault(problem, name)
         if names:
             problems = "; ".join(f"{name} has {problem}" for problem, name in names.items())
@@ -180,35 +185,38 @@ class ExpertParts:
         """Return whether Megatron's own loggers have hooks on any of the modules."""
         return any(origin.startswith(LOGGERS) for _, _, origin in self._hooks())
 
-    def _parts(self) -> Iterator[tuple[str, Module]]:
-        """Yield all modules inside the experts with their names."""
-        return ((name, part) for name, part in self._experts.named_modules() if name)
+    def _hooks(self) -> list[tuple[str, str, str]]:
+        """List name and class of the module, kind and origin of each hook."""
+        hooks: list[tuple[str, str, str]] = []
+        for name, part, kind, _, _ in self._parts:
+            for attribute, hook_kind in HOOKS:
+                if attached := part.__dict__[attribute]:
+                    shown = f"{name} ({kind.__name__})"
+                    hooks += [(shown, hook_kind, _origin(hook)) for hook in attached.values()]
+        return hooks
 
-    def _hooks(self) -> Iterator[tuple[str, str, str]]:
-        """Yield name of the module, kind and origin of each hook."""
-        for name, part in self._parts():
-            for attribute, kind in HOOKS.items():
-                for hook in vars(part)[attribute].values():
-                    yield f"{name} ({type(part).__name__})", kind, _origin(hook)
-
-    def _attached(self) -> Iterator[tuple[str, str]]:
-        """Yield name and description of each foreign hook and each replaced forward."""
-        for name, kind, origin in self._hooks():
-            if not origin.startswith(KNOWN_HOOKS):
-                yield name, f"a {kind} of {origin}"
-        for name, part in self._parts():
+    def _attached(self) -> list[tuple[str, str]]:
+        """List name and description of each foreign hook and each replaced forward."""
+        attached = [
+            (name, f"a {kind} of {origin}")
+            for name, kind, origin in self._hooks()
+            if not origin.startswith(KNOWN_HOOKS)
+        ]
+        for name, part, kind, _, _ in self._parts:
             for attribute in REPLACED:
-                if (function := vars(part).get(attribute)) is not None:
-                    shown = f"{name} ({type(part).__name__})"
-                    yield shown, f"a forward of {_origin(function)} on the instance"
+                if attribute in part.__dict__ and part.__dict__[attribute] is not None:
+                    origin = _origin(part.__dict__[attribute])
+                    shown = f"{name} ({kind.__name__})"
+                    attached.append((shown, f"a forward of {origin} on the instance"))
+        return attached
 
-    def _replaced(self) -> Iterator[tuple[str, str]]:
-        """Yield name and description of each module that is not what it was."""
-        parts = dict(self._parts())
-        for name, known in self._kinds.items():
-            part = parts.get(name)
-            if (part, type(part)) != known:
-                yield name, f"become a {type(part).__qualname__}"
+    def _replaced(self) -> list[tuple[str, str]]:
+        """List name and description of each module that is not what it was."""
+        return [
+            (name, f"become a {type(modules.get(key)).__qualname__}")
+            for name, part, kind, modules, key in self._parts
+            if key not in modules or modules[key] is not part or part.__class__ is not kind
+        ]
 
 
 def _origin(function: Any) -> str:

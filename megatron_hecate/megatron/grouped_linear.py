@@ -11,7 +11,6 @@ the same parameters.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,14 +20,15 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron_hecate.megatron import assumptions
+from megatron_hecate.megatron.twin import Twin, copy_module
 
 _LINEARS = ("linear_fc1", "linear_fc2")
 # fields of Megatron's recipe for a linear that make quantizers that replicas were not tested with
 _UNKNOWN_QUANTIZERS = ("custom_recipe_factory", "recipe_attrs", "mxfp8_2d_quantization")
 
 
-class GroupedExperts:
-    """Megatron's grouped experts and their twin.
+class GroupedTwin(Twin):
+    """Twin of Megatron's grouped experts.
 
     Args:
         experts: the module that holds the homes.
@@ -39,89 +39,76 @@ class GroupedExperts:
             without one in `assumptions.FUSED_ASSUMPTIONS`, and for custom quantizers.
     """
 
+    is_grouped = True
+
     def __init__(self, experts: TEGroupedMLP, num_physical: int) -> None:
-        # names of one expert's parameters, with {} for its number
-        self.names: list[str] = []
-        # linear that owns each of the parameters
-        self.linears: list[Module] = []
+        names: list[str] = []
+        fused: list[bool] = []
         self._homes = [getattr(experts, name) for name in _LINEARS]
         for name, linear in zip(_LINEARS, self._homes, strict=True):
+            _check_linear(name, linear)
             for kind in ("weight", "bias"):
                 if isinstance(getattr(linear, f"{kind}0", None), Parameter):
-                    self.names.append(f"{name}.{kind}{{}}")
-                    self.linears.append(linear)
-            _check_linear(name, linear)
-        self.twin = copy_module(experts, with_parameters=True)
-        self.twin.num_local_experts = num_physical
+                    names.append(f"{name}.{kind}{{}}")
+                    fused.append(kind == "weight" and linear.fuse_wgrad_accumulation)
+        self.fused = tuple(fused)
+        twin = copy_module(experts, with_parameters=True)
+        twin.num_local_experts = num_physical
         for name, linear in zip(_LINEARS, self._homes, strict=True):
-            setattr(self.twin, name, _wide(linear, num_physical))
+            setattr(twin, name, _wide(linear, num_physical))
+        self._linears = [getattr(twin, name) for name in _LINEARS]
         # modules of the twin with the number of GEMMs
-        self._counted = [getattr(self.twin, name) for name in _LINEARS]
+        self._counted = list(self._linears)
         for name in ("quantization_padding", "quantization_unpadding"):
             if (padding := getattr(experts, name, None)) is not None:
                 wide = copy_module(padding, with_parameters=True)
                 wide.num_gemms = num_physical
-                setattr(self.twin, name, wide)
+                setattr(twin, name, wide)
                 self._counted.append(wide)
-        self._operators = _Operators(self.twin) if self.has_operators else None
-        self._names_of_all: list[str] = []
-        for expert in range(num_physical):
-            self._names_of_all += [name.format(expert) for name in self.names]
+        super().__init__(twin, names, num_physical)
+        self.delays_wgrad = self._homes[0].wgrad_store.delay_wgrad_compute()
+        self.has_operators = bool(getattr(twin, "_with_fused_impl", False))
+        self._operators = None
+        if self.has_operators:
+            self._operators = _Operators(twin)
+        # TransformerEngine keeps scales for each quantized GEMM and reduces their maxima over
+        # ranks, which hold different replicas
+        kinds = ("fp8", "fp4", "quant_recipe")
+        quantizes = any(getattr(experts.config, kind, None) for kind in kinds)
+        self._needs_all = quantizes or self.has_operators
+        self._names_of_all = [name.format(i) for i in range(num_physical) for name in names]
 
-    @property
-    def has_operators(self) -> bool:
-        """Whether Megatron computes with TransformerEngine's operators instead of its modules."""
-        return bool(getattr(self.twin, "_with_fused_impl", False))
-
-    def over(self, weights: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which the twin's operators have ``weights``.
-
-        Args:
-            weights: weights of all physical experts, flat; each expert has one per name in `names`.
-        """
-        assert self._operators is not None, "Megatron computes with modules"
-        return self._operators.over(dict(zip(self._names_of_all, weights, strict=True)))
-
-    @property
-    def delays_wgrad(self) -> bool:
-        """Whether TE computes weight gradients in ``backward_dw`` instead of the backward."""
-        return self._homes[0].wgrad_store.delay_wgrad_compute()
+    def compute(self, weights: Sequence[Tensor], *inputs: Any, **kwargs: Any) -> Any:
+        if self._operators is None:
+            return super().compute(weights, *inputs, **kwargs)
+        # operators are made before the weights are set, from linears without weights
+        with self._operators.over(dict(zip(self._names_of_all, weights, strict=True))):
+            return super().compute(weights, *inputs, **kwargs)
 
     def compute_first(self, count: int) -> None:
-        """Compute only the first ``count`` physical experts from here on.
-
-        Not with quantized GEMMs, whose state has the size of all of them.
-        """
+        if self._needs_all or count == self.num_computed:
+            return
+        self.num_computed = count
         for module in self._counted:
             # ``Module.__setattr__`` takes long
             module.__dict__["num_gemms"] = count
 
     def pass_over(self) -> None:
-        """Note that the twin computed a microbatch of this iteration instead of the homes' module.
-
-        The next microbatch that the homes' module computes is then not the first: TE must add to
-        ``main_grad``. The module's quantized weights are from an earlier iteration.
-        """
         for linear in self._homes:
-            # ``Module.__setattr__`` takes long
+            # TE must add to ``main_grad``; ``Module.__setattr__`` takes long
             linear.__dict__["is_first_microbatch"] = False
+            # from an earlier iteration
             linear._fp8_workspaces.clear()
 
-    @property
-    def quantized_copies(self) -> list[dict[str, Tensor]]:
-        """Quantized weights that TransformerEngine keeps over microbatches, by name, per linear."""
-        return [getattr(self.twin, name)._fp8_workspaces for name in _LINEARS]
+    def drop_quantized(self, first: int) -> None:
+        for linear in self._linears:
+            copies = linear._fp8_workspaces
+            dropped = [name for name in copies if int(name.removeprefix("weight")) >= first]
+            for name in dropped:
+                del copies[name]
 
     def compute_delayed(self, gradients: list[Tensor | None]) -> None:
-        """Compute the delayed weight gradients of the oldest backward.
-
-        Args:
-            gradients: gradients that autograd passed on, flat over physical experts: placeholders
-                for weights, and in fp8 the gradients of biases. Computed gradients replace them;
-                fused GEMMs write to ``main_grad`` instead.
-        """
-        for name in reversed(_LINEARS):
-            linear = getattr(self.twin, name)
+        for name, linear in reversed(list(zip(_LINEARS, self._linears, strict=True))):
             gemm, (_, _, weights) = linear.wgrad_store.pop()
             computed = {
                 f"{name}.weight{{}}": [] if linear.fuse_wgrad_accumulation else weights,
@@ -134,17 +121,15 @@ class GroupedExperts:
                         gradients[expert * len(self.names) + part] = gradient
 
     def drop_delayed(self) -> None:
-        """Empty the stores of delayed weight gradients.
-
-        The stores stay in use, because forwards in flight hold references.
-        """
-        for name in _LINEARS:
-            queue = getattr(self.twin, name).wgrad_store.context
+        # an aborted backward may have queued the gradients of one linear only; the queues stay in
+        # use, because forwards in flight hold references
+        for linear in self._linears:
+            queue = linear.wgrad_store.context
             while not queue.empty():
                 queue.get()
 
     def run_gradient_hooks(self) -> None:
-        """Run DDP's hooks for complete gradients of the homes, as TE's ``backward_dw`` does."""
+        # as TE's ``backward_dw`` does
         for linear in reversed(self._homes):
             for hook in linear.wgrad_accumulation_and_reduce_hooks:
                 hook()
@@ -179,7 +164,7 @@ class _Operators:
 
     @contextlib.contextmanager
     def over(self, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Implement `GroupedExperts.over`, with ``weights`` by parameter name."""
+        """Give the twin operators that have ``weights``, by parameter name."""
         if not self._last:
             self._make(weights[f"{_LINEARS[0]}.weight0"].dtype)
         if not torch.is_grad_enabled():
@@ -281,28 +266,3 @@ def _wide(linear: Module, num_gemms: int) -> Module:
 
 def _new_store(linear: Module) -> Any:
     return type(linear.wgrad_store)(linear.wgrad_store.delay_wgrad_compute())
-
-
-def copy_module(module: Module, *, with_parameters: bool) -> Module:
-    """Make a shallow copy without hooks that can get submodules of its own.
-
-    Args:
-        module: module to copy.
-        with_parameters: whether the copy shares parameters and submodules; else submodules are
-            copied too, and every parameter is missing, to be set in each call.
-    """
-    twin = copy.copy(module)
-    for name, value in vars(module).items():
-        if "_hooks" in name and isinstance(value, dict | list):
-            twin.__dict__[name] = type(value)()
-    if with_parameters:
-        twin._parameters = dict(module._parameters)
-        twin._modules = dict(module._modules)
-        return twin
-    twin._parameters = dict.fromkeys(module._parameters)
-    twin._modules = {}
-    for name, child in module._modules.items():
-        if child is not None:
-            child = copy_module(child, with_parameters=False)
-        twin._modules[name] = child
-    return twin

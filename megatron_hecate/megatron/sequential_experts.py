@@ -9,35 +9,71 @@ from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 from torch.nn import Module, ModuleList
 
-from megatron_hecate.megatron.grouped_linear import copy_module
 from megatron_hecate.megatron.rules import GROUPED_ONLY
+from megatron_hecate.megatron.twin import Twin, copy_module
 
 
-def check_settings(experts: SequentialMLP) -> None:
-    """Raise ValueError for a setting that needs grouped GEMMs."""
-    for setting in GROUPED_ONLY:
-        if value := getattr(experts.config, setting, None):
-            raise ValueError(
-                f"SequentialMLP with {setting}={value!r} has no replicas: its experts are modules "
-                "of their own; set model.moe_grouped_gemm=true or --moe-grouped-gemm"
-            )
+class SequentialTwin(Twin):
+    """Twin of one module per expert: all of its experts are copies of the first one.
 
-
-def list_parameters(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
-    """List the parameters of one expert, with {} for its number, and the module that owns each.
+    Args:
+        experts: the module that holds the homes.
+        num_physical: P, the twin's number of experts.
 
     Raises:
-        ValueError: if the experts differ, or have no parameters.
+        ValueError: for settings that need grouped GEMMs, and for experts that differ.
     """
-    first = experts.local_experts[0]
-    names = [name for name, _ in first.named_parameters()]
-    if not names:
+
+    def __init__(self, experts: SequentialMLP, num_physical: int) -> None:
+        for setting in GROUPED_ONLY:
+            if value := getattr(experts.config, setting, None):
+                raise ValueError(
+                    f"SequentialMLP with {setting}={value!r} has no replicas: its experts are "
+                    "modules of their own; set model.moe_grouped_gemm=true or --moe-grouped-gemm"
+                )
+        _check_equal(experts.local_experts)
+        first = experts.local_experts[0]
+        parameters = [name for name, _ in first.named_parameters()]
+        self.fused = tuple(_is_fused(first, name) for name in parameters)
+        twin = copy_module(experts, with_parameters=True)
+        self._all = ModuleList(
+            [copy_module(first, with_parameters=False) for _ in range(num_physical)]
+        )
+        twin.num_local_experts = num_physical
+        twin.local_experts = self._all
+        names = [f"local_experts.{{}}.{name}" for name in parameters]
+        super().__init__(twin, names, num_physical)
+
+    def compute_first(self, count: int) -> None:
+        if count != self.num_computed:
+            self.num_computed = count
+            self.module.local_experts = self._all[:count]
+
+
+def _is_fused(expert: Module, name: str) -> bool:
+    """Return whether a GEMM adds the gradient of a parameter into ``main_grad``."""
+    path, _, leaf = name.rpartition(".")
+    linear = expert.get_submodule(path)
+    # Megatron's name of the setting, then TransformerEngine's
+    settings = ("gradient_accumulation_fusion", "fuse_wgrad_accumulation")
+    # biases go through autograd
+    return leaf == "weight" and any(getattr(linear, setting, False) for setting in settings)
+
+
+def _check_equal(experts: Sequence[Module]) -> None:
+    """Check that ``experts`` are of one kind and size.
+
+    Raises:
+        ValueError: if they differ, or have no parameters.
+    """
+    first = experts[0]
+    if not list(first.parameters()):
         raise ValueError(
             f"expert 0 of this rank, a {type(first).__name__}, has no parameters; FSSDP has "
             "replicas for equal experts: leave --moe-fssdp off"
         )
     first_parts = _describe_parts(first)
-    for index, expert in enumerate(experts.local_experts):
+    for index, expert in enumerate(experts):
         parts = _describe_parts(expert)
         for name in {**first_parts, **parts}:
             part, first_part = parts.get(name), first_parts.get(name)
@@ -47,8 +83,6 @@ def list_parameters(experts: SequentialMLP) -> tuple[list[str], list[Module]]:
                     f"{name}={_show(first_part)}; replicas need experts of one kind and size: "
                     "make them equal, or leave --moe-fssdp off"
                 )
-    linears = [first.get_submodule(name.rpartition(".")[0]) for name in names]
-    return [f"local_experts.{{}}.{name}" for name in names], linears
 
 
 def _describe_parts(expert: Module) -> dict[str, Any]:
@@ -70,15 +104,3 @@ def _show(part: Any) -> str:
 def format_shapes(parameters: Sequence[Tensor]) -> str:
     """Format the shapes of parameters as "128x32, 32x64"."""
     return ", ".join("x".join(map(str, parameter.shape)) for parameter in parameters)
-
-
-def make_twin(experts: SequentialMLP, num_physical: int) -> SequentialMLP:
-    """Copy ``experts`` with ``num_physical`` experts that have no weights, all like the first."""
-    twin = copy_module(experts, with_parameters=True)
-    first = experts.local_experts[0]
-    copies = [copy_module(first, with_parameters=False) for _ in range(num_physical)]
-    twin.num_local_experts = num_physical
-    twin.local_experts = ModuleList(copies)
-    # all experts also where `local_experts` leaves out empty slots
-    twin.every_expert = twin.local_experts
-    return twin

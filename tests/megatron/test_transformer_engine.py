@@ -157,7 +157,7 @@ def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
         tiny_gpt.fssdp_hook()(chunks)
     experts._with_fused_impl = False
     tiny_gpt.fssdp_hook()(chunks)
-    twin = tiny_gpt.moe_layers(chunks)[0].experts.physical.twin.linear_fc1
+    twin = tiny_gpt.moe_layers(chunks)[0].experts.physical.twin.module.linear_fc1
     for name in (
         "fp8_meta",
         "quantizers",

@@ -101,7 +101,7 @@ def _watch(chunks: list, computed: list[tuple[int, int]]) -> list:
     import tiny_gpt
 
     for layer in tiny_gpt.moe_layers(chunks):
-        twin = layer.experts.physical.twin
+        twin = layer.experts.physical.twin.module
 
         def forward(
             hidden: Any, counts: Any, probs: Any, forward: Any = twin.forward

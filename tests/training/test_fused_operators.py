@@ -21,17 +21,17 @@ def test_operators_keep_no_weights_of_earlier_forwards() -> None:
     import tiny_gpt
     import variants
 
-    from megatron_hecate.megatron.grouped_linear import GroupedExperts
+    from megatron_hecate.megatron.grouped_linear import GroupedTwin
 
     case, _ = variants.case_of(LAYOUTS["operators-fused-biases"])
     lent: dict[Any, list[list[weakref.ref]]] = {}
-    over = GroupedExperts.over
+    compute = GroupedTwin.compute
 
-    def watched(self: Any, weights: list[Any]) -> Any:
+    def watched(self: Any, weights: list[Any], *inputs: Any, **kwargs: Any) -> Any:
         lent.setdefault(self, []).append([weakref.ref(weight) for weight in weights])
-        return over(self, weights)
+        return compute(self, weights, *inputs, **kwargs)
 
-    GroupedExperts.over = watched
+    GroupedTwin.compute = watched
     trained = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(lifetime="layer"))
     assert trained.replicas > 0
     gc.collect()

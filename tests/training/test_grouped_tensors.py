@@ -31,9 +31,9 @@ def test_padding_takes_as_many_experts_as_the_linears() -> None:
     experts = tiny_gpt.moe_layers(chunks)[0].experts
     experts.quantization_padding = Fp8Padding(4, align_size=16)
     tiny_gpt.fssdp_hook(slots=2)(chunks)
-    experts.physical.grouped.compute_first(5)
+    experts.physical.twin.compute_first(5)
     rows, counts = torch.ones(9, 8), [3, 0, 1, 4, 1]
-    padded, padded_counts = experts.physical.twin.quantization_padding(rows, counts)
+    padded, padded_counts = experts.physical.twin.module.quantization_padding(rows, counts)
     assert padded_counts == [16, 0, 16, 16, 16] and int(padded.sum()) == 9 * 8
     assert experts.quantization_padding.num_gemms == 4
 

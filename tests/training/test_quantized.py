@@ -75,7 +75,7 @@ def test_recipes_linear_by_linear() -> None:
     stock = tiny_gpt.train(case, hook=fuse_wgrad)
     ours = tiny_gpt.train(case, hook=hook_of())
     tiny_gpt.assert_trained_alike(stock, ours)
-    twin = tiny_gpt.moe_layers(ours.chunks)[0].experts.physical.twin
+    twin = tiny_gpt.moe_layers(ours.chunks)[0].experts.physical.twin.module
     kinds = [
         type(next(iter(linear._fp8_workspaces.values()))).__name__
         for linear in (twin.linear_fc1, twin.linear_fc2)

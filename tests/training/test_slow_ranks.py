@@ -97,7 +97,7 @@ def test_a_slow_rank_beside_replicas() -> None:
             # Replicas' modules have no hooks of their own. Of two ranks, a slow one lifts the mean
             # that it is compared with: 4 times the time is 1.6 times the mean.
             pace = 4 if dist.get_rank() == 1 else 1
-            _delay(layer.experts.physical.twin.local_experts, pace)
+            _delay(layer.experts.physical.twin.module.local_experts, pace)
         return converted
 
     trained = tiny_gpt.train(case, steps=STEPS, hook=hook)
