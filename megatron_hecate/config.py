@@ -9,7 +9,7 @@ import os
 import textwrap
 import typing
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,82 +27,45 @@ Lifetime = Literal["auto", "iteration", "layer"]
 Transport = Literal["auto", "p2p", "nvlink"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Kind:
-    """Kind of a setting.
-
-    Args:
-        allowed: accepted values, for errors and help.
-        accepts: function that returns whether a value is accepted.
-        options: argparse's options for the flag.
-    """
-
-    allowed: str
-    accepts: Callable[[Any], bool]
-    options: dict[str, Any]
-
-
-def _whole(largest: int) -> Kind:
-    return Kind(
-        f"a whole number from 0 to {largest}",
-        # not isinstance: True is no number here
-        lambda value: type(value) is int and 0 <= value <= largest,
-        {"type": int, "metavar": "N"},
-    )
-
-
-def _choice(hint: Any) -> Kind:
-    """Make the kind of the values of a `Literal`."""
-    choices = typing.get_args(hint)
-    allowed = f"{', '.join(choices[:-1])} or {choices[-1]}"
-    return Kind(allowed, lambda value: value in choices, {"choices": choices})
-
-
-def _text(allowed: str, accepts: Callable[[str], object], metavar: str) -> Kind:
-    return Kind(
-        allowed,
-        lambda value: isinstance(value, str) and bool(value and accepts(value)),
-        {"type": str, "metavar": metavar},
-    )
-
-
-def _or_none(kind: Kind) -> Kind:
-    return Kind(
-        f"{kind.allowed}, or None",
-        lambda value: value is None or kind.accepts(value),
-        kind.options,
-    )
-
-
-_SWITCH = Kind("True or False", lambda value: isinstance(value, bool), {"action": "store_true"})
-_SECONDS = Kind(
-    # the upper bound is the longest timeout of process groups
-    "a number of seconds from 0.001 to 1e+08",
-    lambda value: type(value) in (int, float) and 1e-3 <= value <= 1e8,
-    {"type": float, "metavar": "SECONDS"},
-)
-_MEASURED = _text(
-    "the name of a file that torchrun ... -m megatron_hecate measure FILE has written",
-    lambda path: Path(path).is_file(),
-    "FILE",
-)
-_FOLDER = _text(
-    "the name of a folder, which need not exist", lambda path: not Path(path).is_file(), "DIR"
-)
-
-
-def _setting(default: Any, kind: Kind, text: str, limit: str = "") -> Any:
+def _setting(
+    default: Any, text: str, *, allowed: str, accepts: Callable[[Any], object], **options: Any
+) -> Any:
     """Define a field.
 
     Args:
-        default: value without the flag.
-        kind: kind of the values.
+        default: value without the flag; ``None`` is then allowed, too.
         text: meaning and unit, for help.
-        limit: limit that depends on another setting, for help.
+        allowed: accepted values, for errors and help.
+        accepts: function that returns whether a value other than ``None`` is accepted.
+        options: argparse's options for the flag.
     """
-    allowed = f"{kind.allowed}; {limit}" if limit else kind.allowed
-    return dataclasses.field(
-        default=default, metadata={"help": text, "allowed": allowed, "kind": kind}
+    if default is None:
+        allowed += ", or None"
+    metadata = {"help": text, "allowed": allowed, "accepts": accepts, "options": options}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def _whole_number(default: int | None, text: str, *, largest: int) -> Any:
+    return _setting(
+        default,
+        text,
+        allowed=f"a whole number from 0 to {largest}",
+        # not isinstance: True is no number here
+        accepts=lambda value: type(value) is int and 0 <= value <= largest,
+        type=int,
+        metavar="N",
+    )
+
+
+def _choice(default: str, text: str, *, hint: Any) -> Any:
+    """Define a field with the values of a `Literal`."""
+    choices = typing.get_args(hint)
+    return _setting(
+        default,
+        text,
+        allowed=f"{', '.join(choices[:-1])} or {choices[-1]}",
+        accepts=lambda value: value in choices,
+        choices=choices,
     )
 
 
@@ -123,7 +86,7 @@ def check_names(names: Iterable[str]) -> None:
     for name in names:
         if name.startswith(PREFIX) and name not in flags:
             raise ValueError(
-                f"{_shown(name)} ({name}) does not exist; "
+                f"--{name.replace('_', '-')} ({name}) does not exist; "
                 "megatron-hecate run --help lists the flags"
             )
 
@@ -156,78 +119,87 @@ class HecateConfig:
         ValueError: for a value outside its range; the message has all problems.
     """
 
-    slots: int = _setting(
+    slots: int = _whole_number(
         2,
-        _whole(MOST_SLOTS),
         "Replicas that a rank can hold per MoE layer; 0 trains exactly as without FSSDP.",
+        largest=MOST_SLOTS,
     )
-    lifetime: Lifetime = _setting(
+    lifetime: Lifetime = _choice(
         "iteration",
-        _choice(Lifetime),
         "How long a replica lives. iteration: fetched once per iteration (least traffic). layer: "
         "fetched before each forward of its layer and again before the backward (least memory). "
         "auto: the first of the two that fits into memory with the experts' gradients and "
         "optimizer state; activations are not counted.",
+        hint=Lifetime,
     )
-    transport: Transport = _setting(
+    transport: Transport = _choice(
         "auto",
-        _choice(Transport),
         "Transport of expert weights and gradients. p2p: torch.distributed. nvlink: our own "
         "kernels, which read peer memory inside an NVLink domain (with CPU ranks: inside a "
         "machine), and p2p between domains. auto: nvlink if peers share an NVLink domain and its "
         "self-test succeeds, else p2p with the reason.",
+        hint=Transport,
     )
-    overlap_degree: int | None = _setting(
+    overlap_degree: int | None = _whole_number(
         None,
-        _or_none(_whole(4096)),
         "Expert fetches per rank and layer that overlap with compute. They cost nothing, and no "
         "more are fetched. None measures the number.",
+        largest=4096,
     )
-    late_replicas: int = _setting(
+    late_replicas: int = _whole_number(
         0,
-        _whole(1 << 20),
         "Replicas that a layer may fetch after the gate, over all ranks, if the true loads justify "
-        "the cost: inside a node, and across nodes if speeds are measured.",
-        "above 0 only with slots",
+        "the cost: inside a node, and across nodes if speeds are measured. Above 0 only with "
+        "slots.",
+        largest=1 << 20,
     )
     speeds: str | None = _setting(
         None,
-        _or_none(_MEASURED),
         "File with measured speeds for the cost model of copies. None uses the speeds of an H100 "
         "node, or of CPU cores without GPUs.",
+        allowed="the name of a file that torchrun ... -m megatron_hecate measure FILE has written",
+        accepts=lambda value: isinstance(value, str) and Path(value).is_file(),
+        metavar="FILE",
     )
-    rehome: int = _setting(
+    rehome: int = _whole_number(
         0,
-        _whole(10**9),
         "Iterations between two searches for better homes. Experts then move with their optimizer "
         "state if the move pays before the next search. 0 keeps all experts where Megatron built "
-        "them.",
-        "above 0 not with observe",
+        "them. Above 0 not with observe.",
+        largest=10**9,
     )
-    nccl_ctas: int = _setting(
+    nccl_ctas: int = _whole_number(
         8,
-        _whole(64),
         "Upper bound on the thread blocks of NCCL per transfer of replicas. Each occupies one "
         "multiprocessor of the GPU that concurrent kernels then lack. 0 leaves the number to NCCL, "
         "which may use 32.",
+        largest=64,
     )
     timeout: float = _setting(
         600.0,
-        _SECONDS,
         "Seconds until a wait for another rank raises an error, or prints a line, with the name of "
         "that rank.",
+        # the upper bound is the longest timeout of process groups
+        allowed="a number of seconds from 0.001 to 1e+08",
+        accepts=lambda value: type(value) in (int, float) and 1e-3 <= value <= 1e8,
+        type=float,
+        metavar="SECONDS",
     )
     observe: bool = _setting(
         False,
-        _SWITCH,
         "Train bitwise as without FSSDP, with any settings, and record the number of tokens per "
         "expert. Works without --moe-fssdp, and takes precedence over it.",
+        allowed="True or False",
+        accepts=lambda value: isinstance(value, bool),
+        action="store_true",
     )
     record: str | None = _setting(
         None,
-        _or_none(_FOLDER),
         "Folder for a record of every MoE layer and iteration. None records nothing; with "
         f"--moe-fssdp-observe it means {OBSERVED}.",
+        allowed="the name of a folder, which need not exist",
+        accepts=lambda value: isinstance(value, str) and value and not Path(value).is_file(),
+        metavar="DIR",
     )
 
     def __post_init__(self) -> None:
@@ -236,12 +208,18 @@ class HecateConfig:
                 object.__setattr__(self, name, os.fspath(path))
         problems = []
         for field in dataclasses.fields(self):
-            kind = field.metadata["kind"]
             value = getattr(self, field.name)
-            if not kind.accepts(value):
-                problems.append(f"{field.name}={value!r} must be {kind.allowed}")
+            is_default = value is None and field.default is None
+            if not is_default and not field.metadata["accepts"](value):
+                problems.append(f"{field.name}={value!r} must be {field.metadata['allowed']}")
         # values that are wrong by themselves cannot be compared
-        if problems := problems or list(self._wrong_together()):
+        if not problems and self.slots == 0 and self.late_replicas and not self.observe:
+            problems.append(f"late_replicas={self.late_replicas} needs slots for them, got slots=0")
+        if not problems and self.rehome and self.observe:
+            problems.append(
+                f"rehome={self.rehome} moves experts, which observe=True leaves where they are"
+            )
+        if problems:
             raise ValueError("; ".join(problems))
 
     @classmethod
@@ -255,20 +233,10 @@ class HecateConfig:
             return cls()
         if isinstance(config, cls):
             return config
-        if isinstance(config, int | float | str):
-            shown = repr(config)
-        else:
-            shown = f"a {type(config).__name__}"
         raise TypeError(
-            f"fssdp takes a HecateConfig, or nothing, got {shown}; "
+            f"fssdp takes a HecateConfig, or nothing, got a value of type {type(config).__name__}; "
             "write fssdp(HecateConfig(slots=2))(model_chunks)"
         )
-
-    def _wrong_together(self) -> Iterator[str]:
-        if self.slots == 0 and self.late_replicas and not self.observe:
-            yield f"late_replicas={self.late_replicas} needs slots for them, got slots=0"
-        if self.rehome and self.observe:
-            yield f"rehome={self.rehome} moves experts, which observe=True leaves where they are"
 
     @property
     def folder(self) -> str | None:
@@ -286,16 +254,14 @@ class HecateConfig:
         group.add_argument(FLAG, action="store_true", help="Train every MoE layer with FSSDP.")
         for field in dataclasses.fields(cls):
             text = field.metadata["help"] + " (default: %(default)s)"
-            options = field.metadata["kind"].options
-            group.add_argument(_flag_of(field.name), default=field.default, help=text, **options)
+            options = field.metadata["options"]
+            group.add_argument(_flag(field.name), default=field.default, help=text, **options)
         return parser
 
     def as_arguments(self) -> dict[str, Any]:
         """Return the flags of the settings, by the names that argparse uses."""
-        arguments: dict[str, Any] = {_argument(FLAG): True}
-        for field in dataclasses.fields(self):
-            arguments[_argument(_flag_of(field.name))] = getattr(self, field.name)
-        return arguments
+        values = {f"{PREFIX}_{name}": value for name, value in vars(self).items()}
+        return {PREFIX: True, **values}
 
     @classmethod
     def from_arguments(cls, args: Any) -> HecateConfig | None:
@@ -312,18 +278,18 @@ class HecateConfig:
         """
         check_names(fssdp_arguments(args))
         fields = dataclasses.fields(cls)
-        values = {f.name: getattr(args, _argument(_flag_of(f.name)), f.default) for f in fields}
-        is_on = getattr(args, _argument(FLAG), False)
-        for name, value in ((FLAG, is_on), (_flag_of("observe"), values["observe"])):
+        values = {f.name: getattr(args, f"{PREFIX}_{f.name}", f.default) for f in fields}
+        is_on = getattr(args, PREFIX, False)
+        for name, value in ((PREFIX, is_on), (f"{PREFIX}_observe", values["observe"])):
             # an override of Bridge may be any text
             if value not in (True, False, None):
-                raise ValueError(f"{_argument(name)}={value!r} must be true or false")
+                raise ValueError(f"{name}={value!r} must be true or false")
         values["observe"] = bool(values["observe"])
         if is_on or values["observe"]:
             return cls(**values)
         idle = [f.name for f in fields if values[f.name] != f.default]
         if idle:
-            flags = ", ".join(map(_flag_of, idle))
+            flags = ", ".join(map(_flag, idle))
             warnings.warn(f"{flags} without {FLAG}: FSSDP is off", stacklevel=2)
         return None
 
@@ -332,31 +298,14 @@ def _document(settings: type[HecateConfig]) -> None:
     """Append all fields to the docstring, so that ``help`` and the flags have the same texts."""
     lines = [inspect.cleandoc(settings.__doc__ or ""), "", "Args:"]
     for field in dataclasses.fields(settings):
-        facts = f"Default {field.default!r}; {field.metadata['allowed']}; {_flag_of(field.name)}."
-        lines.append(
-            textwrap.fill(
-                f"{field.name}: {field.metadata['help']} {facts}",
-                width=92,
-                initial_indent=" " * 4,
-                subsequent_indent=" " * 8,
-                break_on_hyphens=False,
-            )
-        )
+        facts = f"Default {field.default!r}; {field.metadata['allowed']}; {_flag(field.name)}."
+        text = f"{field.name}: {field.metadata['help']} {facts}"
+        lines.append(textwrap.indent(textwrap.fill(text, 88, break_on_hyphens=False), "    "))
     settings.__doc__ = "\n".join(lines)
 
 
-def _flag_of(field: str) -> str:
+def _flag(field: str) -> str:
     return f"{FLAG}-{field.replace('_', '-')}"
-
-
-def _shown(argument: str) -> str:
-    """Return the flag whose value argparse stores under the name ``argument``."""
-    return f"--{argument.replace('_', '-')}"
-
-
-def _argument(flag: str) -> str:
-    """Return the name under which argparse stores the value of ``flag``."""
-    return flag.removeprefix("--").replace("-", "_")
 
 
 _document(HecateConfig)

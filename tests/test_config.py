@@ -210,20 +210,19 @@ def test_paths_may_be_objects(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "shown"),
     [
-        (2, "2"),
-        (0, "0"),
-        ("slots=2", "'slots=2'"),
-        ([], "a list"),
-        ({"slots": 2}, "a dict"),
-        (HecateConfig, "a type"),
-        (argparse.Namespace(slots=2), "a Namespace"),
+        (2, "int"),
+        ([], "list"),
+        (HecateConfig, "type"),
+        (argparse.Namespace(slots=2), "Namespace"),
     ],
 )
 def test_the_hook_is_made_of_settings(wrong: Any, shown: str) -> None:
     """Not of the model, say, which would make a hook that nobody calls."""
     with pytest.raises(TypeError, match="fssdp takes a HecateConfig, or nothing, got ") as error:
         fssdp(wrong)
-    assert f"got {shown}; write fssdp(HecateConfig(slots=2))(model_chunks)" in str(error.value)
+    assert f"got a value of type {shown}; write fssdp(HecateConfig(slots=2))(model_chunks)" in str(
+        error.value
+    )
 
 
 def _help(thing: Any) -> str:
