@@ -16,45 +16,8 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 
-TOLERANCE = 1e-6  # of losses, relatively, and of parameters
 
-
-def _train(case: Any, pattern: Any, hook: Any) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, parameters, and the tokens that replicas computed on all ranks."""
-    import loops
-    import tiny_gpt
-
-    computed = torch.zeros(1)
-    loop = loops.Loop(case, hook and tiny_gpt.counting_hook(hook, computed))
-    losses = pattern(loop)
-    dist.all_reduce(computed)
-    return losses, {n: p.detach().clone() for n, p in tiny_gpt._named(loop.chunks)}, int(computed)
-
-
-def _assert_equal_stock(case: Any, pattern: Any, **settings: Any) -> None:
-    import tiny_gpt
-
-    losses, params, _ = _train(case, pattern, None)
-    ours, our_params, computed = _train(case, pattern, tiny_gpt.fssdp_hook(**settings))
-    assert computed > 0, "no replica computed anything, so nothing was tested"
-    loss = max(abs(a - b) / abs(a) for a, b in zip(losses, ours, strict=True))
-    param = max(float((params[n] - our_params[n]).abs().max()) for n in params)
-    assert loss <= TOLERANCE and param <= TOLERANCE, (loss, param)
-
-
-def _between(act: Any) -> Any:
-    """A loop that evaluates log-probabilities and calls ``act(loop, step)`` between its steps."""
-    import loops
-
-    def between(loop: loops.Loop, step: int) -> None:
-        loops.log_probabilities_in_train_mode(loop, step)
-        loop.evaluate(step)
-        act(loop, step)
-
-    return lambda loop: loops.steps(loop, between=between)
-
-
-def _export_and_load(loop: Any, step: int) -> None:
+def _export_and_load(loop: Any) -> None:
     """verl, ROLL: weights are exported for the rollout by name and loaded again."""
     exported = {name: p.detach().clone() for name, p in loop.chunks[0].module.named_parameters()}
     with torch.no_grad():
@@ -63,7 +26,7 @@ def _export_and_load(loop: Any, step: int) -> None:
             p.data.copy_(exported[name])
 
 
-def _optimizer_to_host(loop: Any, step: int) -> None:
+def _optimizer_to_host(loop: Any) -> None:
     """verl, NeMo-RL: the state of the optimizer moves to the host and back."""
     for optimizer in getattr(loop.optimizer, "chained_optimizers", [loop.optimizer]):
         for state in optimizer.optimizer.state.values():
@@ -73,7 +36,7 @@ def _optimizer_to_host(loop: Any, step: int) -> None:
                     value.fill_(float("nan"))
 
 
-def _offload_and_reload(loop: Any, step: int) -> None:
+def _offload_and_reload(loop: Any) -> None:
     """verl, ms-swift: Megatron's own offloading of DDP's buffers."""
     for buffer in loop.buffers:
         # a copy: on CPU ranks ``.cpu()`` is the tensor itself
@@ -84,112 +47,95 @@ def _offload_and_reload(loop: Any, step: int) -> None:
         buffer.reload_from_cpu(move_params=True, move_grads=True)
 
 
-def _replace_param_data(loop: Any, step: int) -> None:
-    import loops
+def _empty_storages(loop: Any) -> None:
+    """verl, ms-swift: storages of DDP's buffers are emptied for the rollout, and filled again."""
+    for buffer in loop.buffers:
+        for data in (buffer.grad_data, buffer.param_data):
+            if data is not None:
+                values, size = data.clone(), data.untyped_storage().size()
+                data.untyped_storage().resize_(0)
+                data.untyped_storage().resize_(size)
+                data.copy_(values)
 
-    loops.replace_param_data(loop, step)
+
+def _replace_param_data(loop: Any) -> None:
+    for p in loop.params:
+        old = p.data
+        p.data = old.clone()
+        old.fill_(float("nan"))
 
 
-def _empty_storages(loop: Any, step: int) -> None:
-    import loops
-
-    loops.empty_storages(loop, step)
-
-
-def _swap_reference(loop: Any, step: int) -> None:
-    """slime: policy, reference and old policy are copied into the same parameters in turn."""
-    import loops
-
+def _swap_reference(loop: Any) -> None:
+    """slime: weights of reference and old policy are copied into the same parameters in turn, and back."""
     for _ in range(2):
-        loops.swap_in_reference(loop, step)
+        with loop.scaled(0.5):
+            loop.evaluate(0)
 
 
-def _pause_without_copy(loop: Any, step: int) -> None:
+def _pause_without_copy(loop: Any) -> None:
     """torch_memory_saver without a copy on the host: all of our buffers hold garbage afterwards."""
     import tiny_gpt
 
     for layer in tiny_gpt.moe_layers(loop.chunks):
-        if hasattr(layer, "fssdp"):
-            pool = layer.prefetcher.buffers.allocated
-            for buffer in (*pool._weights, *pool._grads):
-                buffer._memory.fill_(0xFF)
-            pool.transport._staging.fill_(0xFF)
+        pool = layer.prefetcher.buffers.allocated
+        for buffer in (*pool._weights, *pool._grads):
+            buffer._memory.fill_(0xFF)
+        pool.transport._staging.fill_(0xFF)
 
 
-def _release(loop: Any, step: int) -> None:
+def _release(loop: Any) -> None:
     import megatron_hecate
 
     megatron_hecate.release(loop.chunks)
 
 
-# what happens between two steps, and whether DDP's buffers hold the parameters
-BETWEEN = {
-    "weights exported and loaded": (_export_and_load, True),
-    "optimizer state on the host": (_optimizer_to_host, True),
-    "Megatron's offload_to_cpu": (_offload_and_reload, True),
-    "param.data replaced": (_replace_param_data, False),
-    "storages emptied": (_empty_storages, True),
-    "reference weights copied in": (_swap_reference, True),
-    "pause without a copy": (_pause_without_copy, True),
-    "memory released": (_release, True),
+def _renew_groups(loop: Any) -> None:
+    """slime: Megatron's groups are wrapped, destroyed for each rollout and made again behind the wrapper."""
+    import reloadable_groups
+
+    assert reloadable_groups.destroy() > 10
+    reloadable_groups.reload()
+
+
+# what happens between two steps, and settings of FSSDP; all of it leaves weights as they were
+WITH_BUFFERS = {
+    "weights exported and loaded": (_export_and_load, {}),
+    "optimizer state on the host": (_optimizer_to_host, {}),
+    "Megatron's offload_to_cpu": (_offload_and_reload, {}),
+    "storages emptied": (_empty_storages, {}),
+    "reference weights copied in": (_swap_reference, {}),
+    "pause without a copy": (_pause_without_copy, {}),
+    "memory released": (_release, {}),
+    "memory released, lifetime layer": (_release, dict(lifetime="layer")),
+    "process groups destroyed and made again": (_renew_groups, {}),
 }
-QUICK = ("Megatron's offload_to_cpu", "pause without a copy", "memory released")
+WITHOUT_BUFFERS = {"param.data replaced": (_replace_param_data, {})}
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in QUICK)) for n in BETWEEN]
-)
-@ranks(2)
-def test_between_two_steps(name: str) -> None:
-    import tiny_gpt
-
-    act, distributed_optimizer = BETWEEN[name]
-    case = tiny_gpt.Case(distributed_optimizer=distributed_optimizer, skew=4)
-    tiny_gpt.initialize(case)
-    _assert_equal_stock(case, _between(act))
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_memory_released_with_lifetime_layer() -> None:
-    import tiny_gpt
-
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
-    _assert_equal_stock(case, _between(_release), lifetime="layer")
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_policy_reference_and_critic_in_one_process() -> None:
-    """NeMo-RL, verl: the reference only evaluates; policy and critic train, and all give memory back."""
+@pytest.mark.parametrize("has_buffers", [True, False])
+@ranks(2, timeout=300)
+def test_between_two_steps(has_buffers: bool) -> None:
+    """Beside log-probabilities in train and eval mode. DDP's buffers hold parameters, or do not."""
     import loops
+    import reloadable_groups
     import tiny_gpt
 
-    import megatron_hecate
-
-    case = tiny_gpt.Case(distributed_optimizer=True, skew=4)
+    reloadable_groups.install()
+    case = tiny_gpt.Case(distributed_optimizer=has_buffers, skew=4)
     tiny_gpt.initialize(case)
 
-    def pattern(policy: loops.Loop) -> list[float]:
-        critic = loops.Loop(case, policy.hook)
-        reference, _ = tiny_gpt.build(case)
-        losses = []
-        for step in range(loops.STEPS):
-            with tiny_gpt.evaluating(reference):
-                losses.append(
-                    tiny_gpt.run(case, reference, step, num_microbatches=2, forward_only=True)
-                )
-            for one in (policy, critic):
-                loops.log_probabilities_in_train_mode(one, step)
-                one.zero()
-                losses.append(one.call(step, 2))
-                one.update()
-            for one in (policy, critic):
-                megatron_hecate.release(one.chunks)
-        return losses
+    def pattern_with(act: Any) -> Any:
+        def between(loop: loops.Loop, step: int) -> None:
+            loops.log_probabilities_in_train_mode(loop, step)
+            loop.evaluate(step)
+            act(loop)
 
-    _assert_equal_stock(case, pattern)
+        return loops.call_and(between)
+
+    stock = loops.train_pattern(case, pattern_with(lambda loop: None), None)
+    for name, (act, settings) in (WITH_BUFFERS if has_buffers else WITHOUT_BUFFERS).items():
+        hook = tiny_gpt.fssdp_hook(**settings)
+        loops.assert_equal(stock, loops.train_pattern(case, pattern_with(act), hook), name)
 
 
 def _live_bytes() -> int:
@@ -232,28 +178,6 @@ def test_bytes_before_during_and_after_a_release() -> None:
         tiny_gpt.run(case, run.chunks, 3, num_microbatches=1)
         with pytest.raises(RuntimeError, match="call it after the optimizer's step"):
             megatron_hecate.release(run.chunks)
-
-
-@ranks(2)
-def test_process_groups_that_are_destroyed_and_made_again() -> None:
-    """slime: Megatron's groups are wrapped, destroyed for each rollout and made again behind the wrapper."""
-    import loops
-    import reloadable_groups
-    import tiny_gpt
-
-    reloadable_groups.install()
-    case = tiny_gpt.Case(distributed_optimizer=True, skew=4)
-    tiny_gpt.initialize(case)
-
-    def between(loop: loops.Loop, step: int) -> None:
-        loops.log_probabilities_in_train_mode(loop, step)
-        assert reloadable_groups.destroy() > 10
-        reloadable_groups.reload()
-
-    def pattern(loop: loops.Loop) -> list[float]:
-        return loops.steps(loop, between=between)
-
-    _assert_equal_stock(case, pattern)
 
 
 @ranks(2)

@@ -11,52 +11,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from layouts import FULL
+from layouts import BIAS, FULL, FUSED_WGRAD, MOE
 from ranks import ranks
 
-GROUPS = 4
 
-
-def _train(case: Any, pattern: Any, hook: Any) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, parameters, and the tokens that replicas computed on all ranks."""
+def _compare(case: Any, names: list[str], *settings: dict[str, Any]) -> None:
+    """Train each loop with stock, and with FSSDP in all ``settings``."""
     import loops
     import tiny_gpt
 
-    computed = torch.zeros(1)
-    loop = loops.Loop(case, hook and tiny_gpt.counting_hook(hook, computed))
-    losses = pattern(loop)
-    if case.overlap and case.distributed_optimizer:
-        for chunk in loop.chunks:
-            if hasattr(chunk, "start_param_sync"):
-                chunk.start_param_sync(force_sync=True)
-    dist.all_reduce(computed)
-    return losses, {n: p.detach().clone() for n, p in tiny_gpt._named(loop.chunks)}, int(computed)
-
-
-def _compare(case: Any, names: list[str], **settings: Any) -> None:
-    import tiny_gpt
-
-    tiny_gpt.initialize(case)
     for name in names:
-        _compare_loop(case, name, **settings)
-
-
-def _compare_loop(case: Any, name: str, **settings: Any) -> None:
-    import loops
-    import tiny_gpt
-
-    pattern = (loops.PATTERNS | loops.TOLD | loops.ONLY_WITH_LIFETIME_LAYER)[name]
-    losses, params, _ = _train(case, pattern, None)
-    ours, our_params, computed = _train(case, pattern, tiny_gpt.fssdp_hook(**settings))
-    assert computed > 0, f"{name}: no replica computed anything, so nothing was tested"
-    loss = max(abs(a - b) / abs(a) for a, b in zip(losses, ours, strict=True))
-    param = max(float((params[n].double() - our_params[n].double()).abs().max()) for n in params)
-    if dist.get_rank() == 0:
-        print(
-            f"| {name} | {losses[-1]:.6f} | {ours[-1]:.6f} | {loss:.0e} | {param:.0e} | {computed} |",
-            flush=True,
-        )
-    assert loss <= 1e-5 and param <= 1e-5, (name, loss, param)
+        pattern = (loops.PATTERNS | loops.TOLD | loops.ONLY_WITH_LIFETIME_LAYER)[name]
+        stock = loops.train_pattern(case, pattern, None)
+        for config in settings or ({},):
+            ours = loops.train_pattern(case, pattern, tiny_gpt.fssdp_hook(**config))
+            loops.assert_equal(stock, ours, f"{name}, {config}")
 
 
 # In ``make test``: one loop of each kind, some of them with ``overlap``; a kind is a reason for which an iteration could
@@ -64,15 +33,15 @@ def _compare_loop(case: Any, name: str, **settings: Any) -> None:
 KINDS = (
     "calculator says no divisor",
     "forward without backward",
-    "storages emptied between steps",
-    "sharpness-aware by microbatch, buffer",
+    "sharpness-aware by microbatch",
     "calls at other weights, one reduction",
     "two forwards, then two backwards",
     "roll back",
-    "several calls per step, calculator",
+    "several calls per step",
     "own loop",
     "gradients of a call scaled by hand",
     "without DDP, own optimizer",
+    "backwards, no_sync",
 )
 KINDS_WITH_OVERLAP = (
     "microbatches vary, no calculator",
@@ -89,7 +58,9 @@ KINDS_WITH_OVERLAP = (
 def test_loops_of_each_kind_equal_stock() -> None:
     import tiny_gpt
 
-    _compare(tiny_gpt.Case(distributed_optimizer=True, skew=4), list(KINDS))
+    case = tiny_gpt.Case(distributed_optimizer=True, skew=4)
+    tiny_gpt.initialize(case)
+    _compare(case, list(KINDS))
 
 
 @ranks(2, timeout=300)
@@ -97,45 +68,33 @@ def test_loops_of_each_kind_equal_stock_with_overlap() -> None:
     import tiny_gpt
 
     case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, skew=4)
+    tiny_gpt.initialize(case)
     _compare(case, list(KINDS_WITH_OVERLAP))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(GROUPS))
-@ranks(2)
-def test_other_loops_equal_stock(part: int) -> None:
+@pytest.mark.parametrize("part", range(3))
+@ranks(2, timeout=300)
+def test_loops_equal_stock_with_both_lifetimes(part: int) -> None:
     import loops
     import tiny_gpt
 
-    case = tiny_gpt.Case(distributed_optimizer=True, skew=4)
-    _compare(case, [name for name in loops.PATTERNS if name not in KINDS][part::GROUPS])
-
-
-@pytest.mark.parametrize("part", range(GROUPS))
-@pytest.mark.slow
-@ranks(2)
-def test_loops_equal_stock_with_lifetime_layer(part: int) -> None:
-    import loops
-    import tiny_gpt
-
-    _compare(tiny_gpt.Case(skew=4), list(loops.PATTERNS)[part::GROUPS], lifetime="layer")
+    case = tiny_gpt.Case(skew=4)
+    tiny_gpt.initialize(case)
+    _compare(case, list(loops.PATTERNS)[part::3], {}, dict(lifetime="layer"))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", range(GROUPS))
+@pytest.mark.parametrize("model", [BIAS, FUSED_WGRAD, MOE], ids=["biases", "fused", "recomputed"])
 @ranks(2)
-def test_other_loops_equal_stock_with_overlap(part: int) -> None:
+def test_several_backwards_of_other_gradients(model: dict[str, Any]) -> None:
     import loops
     import tiny_gpt
 
-    case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, skew=4)
-    names = [
-        name
-        for name in loops.PATTERNS
-        if name not in {*loops.NOT_WITH_OVERLAP, *KINDS_WITH_OVERLAP}
-        and not name.startswith("without")
-    ]
-    _compare(case, names[part::GROUPS])
+    tiny_gpt.install_fused_wgrad()
+    case = tiny_gpt.Case(skew=4, settings=tuple(model.items()))
+    tiny_gpt.initialize(case)
+    _compare(case, list(loops.REPEATED)[:2], {}, dict(transport="nvlink"))
 
 
 @ranks(2)
@@ -145,31 +104,24 @@ def test_weights_written_in_forward_step() -> None:
     import tiny_gpt
 
     case = tiny_gpt.Case(skew=4)
-    _compare(case, list(loops.TOLD))
-    for name in loops.TOLD:
-        _compare_loop(case, name, lifetime="layer")
+    tiny_gpt.initialize(case)
+    _compare(case, list(loops.TOLD), {}, dict(lifetime="layer"))
     forward_step = tiny_gpt.forward_step
-    for lifetime in ("iteration", "layer"):
-        run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
-        weight = tiny_gpt.moe_layers(run.chunks)[-1].experts.local_experts[0].linear_fc1.weight
-        calls: list[None] = []
+    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
+    weight = tiny_gpt.moe_layers(run.chunks)[-1].experts.local_experts[0].linear_fc1.weight
+    calls: list[None] = []
 
-        def write_and_step(
-            *args: Any, weight: Any = weight, calls: list = calls, **kwargs: Any
-        ) -> Any:
-            calls.append(None)
-            if len(calls) == 2:
-                with torch.no_grad():
-                    weight.mul_(1.1)
-            return forward_step(*args, **kwargs)
+    def write_and_step(*args: Any, **kwargs: Any) -> Any:
+        calls.append(None)
+        if len(calls) == 2:
+            with torch.no_grad():
+                weight.mul_(1.1)
+        return forward_step(*args, **kwargs)
 
-        tiny_gpt.forward_step = write_and_step
-        with pytest.raises(
-            RuntimeError,
-            match=r"layer 2: 1 of 8 weights .* megatron_hecate.weights_changed\(model\)",
-        ):
-            tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
-        tiny_gpt.forward_step = forward_step
+    tiny_gpt.forward_step = write_and_step
+    message = r"layer 2: 1 of 8 weights .* megatron_hecate.weights_changed\(model\)"
+    with pytest.raises(RuntimeError, match=message):
+        tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
 
 
 @ranks(2)
@@ -179,22 +131,23 @@ def test_steps_of_other_models_between_forwards_in_flight() -> None:
     import tiny_gpt
 
     case = tiny_gpt.Case(skew=4)
-    (name,) = loops.ONLY_WITH_LIFETIME_LAYER
-    _compare(case, [name], lifetime="layer")
+    tiny_gpt.initialize(case)
+    ((name, pattern),) = loops.ONLY_WITH_LIFETIME_LAYER.items()
+    _compare(case, [name], dict(lifetime="layer"))
     said = r"layer 2: a backward needs .*lifetime iteration.* \w+ stepped, of this model or of another one, .*"
     with pytest.raises(RuntimeError, match=said + "or use --moe-fssdp-lifetime layer"):
-        _train(case, loops.ONLY_WITH_LIFETIME_LAYER[name], tiny_gpt.fssdp_hook())
+        loops.train_pattern(case, pattern, tiny_gpt.fssdp_hook())
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", pytest.param("layer", marks=pytest.mark.slow)])
 @ranks(2)
-def test_an_iteration_that_ends_before_its_backward(lifetime: str) -> None:
+def test_an_iteration_that_ends_before_its_backward() -> None:
     """The backward computes forwards again that were seen in an iteration which is over."""
     import tiny_gpt
 
-    settings = FULL
-    names = ["zeroed between forward and backward", "critic steps between forward and backward"]
-    _compare(tiny_gpt.Case(skew=4, settings=tuple(settings.items())), names, lifetime=lifetime)
+    case = tiny_gpt.Case(skew=4, settings=tuple(FULL.items()))
+    tiny_gpt.initialize(case)
+    _compare(case, ["zeroed between forward and backward"])
+    _compare(case, ["critic steps between forward and backward"], dict(lifetime="layer"))
 
 
 def _run_twice(run: Any, case: Any, step: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
@@ -211,14 +164,7 @@ def _run_twice(run: Any, case: Any, step: int) -> list[tuple[float, dict[str, to
     return both
 
 
-@pytest.mark.parametrize(
-    ("lifetime", "late"),
-    [
-        ("iteration", 0),
-        ("layer", 4),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("iteration", 4), ("layer", 0))),
-    ],
-)
+@pytest.mark.parametrize(("lifetime", "late"), [("iteration", 0), ("layer", 4)])
 @ranks(2)
 def test_a_repeated_iteration_is_bitwise_the_same(lifetime: str, late: int) -> None:
     """Also the first one, and those where other experts have just become hot, for which a new plan would differ."""

@@ -1,6 +1,6 @@
 """Training loops as frameworks and researchers write them around Megatron's model, DDP and optimizer.
 
-Each pattern is a function of a `Loop` that trains a few steps and returns its losses. None knows of FSSDP.
+Each pattern trains a `Loop` for a few steps and returns its losses. None knows of FSSDP.
 Sources: slime, NeMo-RL, verl and ms-swift (dynamic batches, several schedule calls per step, offloading between steps,
 log-probability passes, reference weights copied in and out), sharpness-aware minimization, rollbacks after bad batches.
 """
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
 import tiny_gpt
 import torch
+import torch.distributed as dist
 from megatron.core import num_microbatches_calculator as calculator
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
@@ -122,33 +124,65 @@ def set_calculator(case: tiny_gpt.Case, microbatches: int | None) -> None:
         tiny_gpt.set_num_microbatches(case, microbatches)
 
 
-def steps(
-    loop: Loop,
-    *,
-    counts: tuple[int, ...] = (2, 2, 2, 2),
-    announced: int | None = 2,
-    between: Callable[[Loop, int], None] | None = None,
-    before_update: Callable[[Loop, int], None] | None = None,
-) -> list[float]:
-    """The common loop: one schedule call and one optimizer step per iteration."""
-    losses = []
-    set_calculator(loop.case, announced)
-    for step, count in enumerate(counts):
-        loop.zero()
-        losses.append(loop.call(step, count))
-        if before_update is not None:
-            before_update(loop, step)
-        loop.update()
-        if between is not None:
-            between(loop, step)
-    return losses
+Pattern = Callable[[Loop], list[float]]
+Body = Callable[[Loop, int], list[float]]
 
 
-# Between two steps.
+def steps_of(
+    body: Body, *, count: int = STEPS, announced: int | None = None, finishes: bool = False
+) -> Pattern:
+    """A loop of ``count`` steps: it zeroes gradients, runs ``body``, which returns losses, and updates weights.
+
+    Args:
+        body: called with the loop and the step.
+        count: steps.
+        announced: what Megatron's calculator says, if anything.
+        finishes: whether gradients are reduced after ``body``, which no schedule has done.
+    """
+
+    def pattern(loop: Loop) -> list[float]:
+        losses = []
+        set_calculator(loop.case, announced)
+        for step in range(count):
+            loop.zero()
+            losses += body(loop, step)
+            if finishes:
+                loop.finish()
+            loop.update()
+        return losses
+
+    return pattern
 
 
-def evaluate(loop: Loop, step: int) -> None:
-    loop.evaluate(step)
+def by_hand(body: Body) -> Pattern:
+    """A loop without a schedule."""
+    return steps_of(body, finishes=True)
+
+
+def call_and(
+    act: Callable[[Loop, int], None], *, is_before_update: bool = False
+) -> Callable[[Loop], list[float]]:
+    """One schedule call per step, and ``act(loop, step)`` behind each update, or before it."""
+
+    def pattern(loop: Loop) -> list[float]:
+        losses = []
+        set_calculator(loop.case, 2)
+        for step in range(STEPS):
+            loop.zero()
+            losses.append(loop.call(step, 2))
+            if is_before_update:
+                act(loop, step)
+            loop.update()
+            if not is_before_update:
+                act(loop, step)
+        return losses
+
+    return pattern
+
+
+def calls_of(*counts: int) -> Body:
+    """One schedule call per step, of so many microbatches."""
+    return lambda loop, step: [loop.call(step, counts[step])]
 
 
 def log_probabilities_in_train_mode(loop: Loop, step: int) -> None:
@@ -161,31 +195,7 @@ def forward_without_backward(loop: Loop, step: int) -> None:
     loop.forward(100 + step, 0)
 
 
-def empty_storages(loop: Loop, _: int) -> None:
-    """verl, ms-swift: storages of DDP's buffers are emptied for the rollout, and filled again."""
-    kept = []
-    for buffer in loop.buffers:
-        data = None if buffer.param_data is None else buffer.param_data.clone()
-        kept.append((buffer, data, buffer.grad_data.untyped_storage().size()))
-        buffer.grad_data.untyped_storage().resize_(0)
-        if data is not None:
-            buffer.param_data.untyped_storage().resize_(0)
-    for buffer, data, grad_bytes in kept:
-        buffer.grad_data.untyped_storage().resize_(grad_bytes)
-        buffer.grad_data.zero_()
-        if data is not None:
-            buffer.param_data.untyped_storage().resize_(data.untyped_storage().size())
-            buffer.param_data.copy_(data)
-
-
-def replace_param_data(loop: Loop, _: int) -> None:
-    for p in loop.params:
-        old = p.data
-        p.data = old.clone()
-        old.fill_(float("nan"))
-
-
-def load_own_weights(loop: Loop, _: int) -> None:
+def load_own_weights(loop: Loop) -> None:
     state = {
         k: v.clone() if torch.is_tensor(v) else v
         for k, v in loop.chunks[0].module.state_dict().items()
@@ -193,138 +203,86 @@ def load_own_weights(loop: Loop, _: int) -> None:
     loop.chunks[0].module.load_state_dict(state)
 
 
-def swap_in_reference(loop: Loop, step: int) -> None:
-    """slime: weights of the reference model are copied into the same parameters and back."""
-    with loop.scaled(0.5):
-        loop.evaluate(step)
+def backward(loop: Loop, step: int, index: int, *, scale: float = 1.0) -> float:
+    """One microbatch outside of any schedule."""
+    loss = loop.forward(step, index) * scale
+    loss.backward()
+    return float(loss)
 
 
-# Whole loops.
-
-
-def sharpness_aware(loop: Loop, *, announced: int | None = 2, how: str = "data") -> list[float]:
-    """Gradient, weights changed in place, gradient there, weights changed back, step."""
-    losses = []
-    set_calculator(loop.case, announced)
-    for step in range(STEPS):
+def sharpness_aware(loop: Loop, step: int) -> list[float]:
+    """Gradient, weights changed in place, gradient there, weights changed back."""
+    losses = [loop.call(step, 2)]
+    with loop.scaled(1.05, "foreach"):
         loop.zero()
         losses.append(loop.call(step, 2))
-        with loop.scaled(1.05, how):
-            loop.zero()
-            losses.append(loop.call(step, 2))
-        loop.update()
     return losses
 
 
-def sharpness_aware_by_microbatch(loop: Loop, *, how: str = "data") -> list[float]:
+def sharpness_aware_by_microbatch(loop: Loop, step: int) -> list[float]:
     """Each microbatch at weights of its own; gradients add up, no reduction and no zeroing in between."""
     losses = []
-    for step in range(STEPS):
-        loop.zero()
-        with loop.chunks[0].no_sync():
-            for index in range(3):
-                with loop.scaled(1 + 0.05 * index, how):
-                    loss = loop.forward(step, index)
-                    loss.backward()
-                losses.append(float(loss))
-        loop.chunks[0].start_grad_sync()
-        loop.finish()
-        loop.update()
+    with loop.chunks[0].no_sync():
+        for index in range(3):
+            with loop.scaled(1 + 0.05 * index, "buffer"):
+                losses.append(backward(loop, step, index))
+    loop.chunks[0].start_grad_sync()
     return losses
 
 
-def weights_change_before_last(loop: Loop) -> list[float]:
+def weights_change_before_last(loop: Loop, step: int) -> list[float]:
     """The last microbatch runs outside of ``no_sync``, at other weights than those before."""
-    losses = []
-    for step in range(STEPS):
-        loop.zero()
-        with loop.chunks[0].no_sync():
-            loss = loop.forward(step, 0)
-            loss.backward()
-        with loop.scaled(1.05):
-            last = loop.forward(step, 1)
-            last.backward()
-        losses += [float(loss), float(last)]
-        loop.finish()
-        loop.update()
-    return losses
+    with loop.chunks[0].no_sync():
+        loss = backward(loop, step, 0)
+    with loop.scaled(1.05):
+        return [loss, backward(loop, step, 1)]
 
 
-def calls_at_other_weights(loop: Loop) -> list[float]:
+def calls_at_other_weights(loop: Loop, step: int) -> list[float]:
     """Several schedule calls add up gradients, each at weights of its own; one reduction at the end."""
-    config = get_model_config(loop.chunks[0])
-    losses = []
-    for step in range(STEPS):
-        loop.zero()
-        finalize = config.finalize_model_grads_func
-        config.finalize_model_grads_func = None
-        for index in range(2):
-            with loop.scaled(1 + 0.05 * index), loop.chunks[0].no_sync():
-                losses.append(loop.call(10 * step + index, 2))
-        config.finalize_model_grads_func = finalize
-        loop.chunks[0].start_grad_sync()
-        loop.finish()
-        loop.update()
+    config, losses = get_model_config(loop.chunks[0]), []
+    finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+    for index in range(2):
+        with loop.scaled(1 + 0.05 * index), loop.chunks[0].no_sync():
+            losses.append(loop.call(10 * step + index, 2))
+    config.finalize_model_grads_func = finalize
+    loop.chunks[0].start_grad_sync()
     return losses
 
 
-def forwards_then_backwards(loop: Loop) -> list[float]:
+def forwards_then_backwards(loop: Loop, step: int) -> list[float]:
     """Two forwards are in flight, as in pipelines, without a schedule."""
-    losses = []
-    for step in range(STEPS):
-        loop.zero()
-        both = [loop.forward(step, 0), loop.forward(step, 1)]
-        with loop.chunks[0].no_sync():
-            both[0].backward()
-        both[1].backward()
-        losses += map(float, both)
-        loop.finish()
-        loop.update()
-    return losses
+    losses = [loop.forward(step, 0), loop.forward(step, 1)]
+    with loop.chunks[0].no_sync():
+        losses[0].backward()
+    losses[1].backward()
+    return [float(loss) for loss in losses]
 
 
-def forgotten_forward_at_other_weights(loop: Loop) -> list[float]:
+def forgotten_forward_at_other_weights(loop: Loop, step: int) -> list[float]:
     """A forward with gradients but without backward, then other weights, without any call that says so."""
-    losses = []
-    for step in range(STEPS):
-        loop.zero()
-        with loop.scaled(0.9):
-            loop.forward(100 + step, 0)
-        loss = loop.forward(step, 0)
-        loss.backward()
-        losses.append(float(loss))
-        loop.finish()
-        loop.update()
-    return losses
+    with loop.scaled(0.9):
+        loop.forward(100 + step, 0)
+    return [backward(loop, step, 0)]
 
 
-def roll_back(loop: Loop, *, announced: int | None = None) -> list[float]:
-    """Every second batch is bad: its gradients are dropped and weights shrink."""
+def roll_back(loop: Loop, *, reduces: bool) -> list[float]:
+    """Every second batch is bad: its gradients are dropped, reduced or not, and weights shrink."""
     losses = []
-    set_calculator(loop.case, announced)
+    set_calculator(loop.case, None)
     for step in range(2 * STEPS):
         loop.zero()
-        losses.append(loop.call(step, 2))
-        if step % 2:
-            loop.scale(0.97)
+        is_bad = step % 2 == 1
+        if reduces:
+            losses.append(loop.call(step, 2))
         else:
-            loop.update()
-    return losses
-
-
-def roll_back_without_reduction(loop: Loop) -> list[float]:
-    losses = []
-    for step in range(2 * STEPS):
-        loop.zero()
-        bad = step % 2 == 1
-        with loop.chunks[0].no_sync() if bad else contextlib.nullcontext():
-            loss = loop.forward(step, 0)
-            loss.backward()
-        losses.append(float(loss))
-        if bad:
+            with loop.chunks[0].no_sync() if is_bad else contextlib.nullcontext():
+                losses.append(backward(loop, step, 0))
+        if is_bad:
             loop.scale(0.97)
             continue
-        loop.finish()
+        if not reduces:
+            loop.finish()
         loop.update()
     return losses
 
@@ -343,214 +301,146 @@ def average_for_evaluation(loop: Loop) -> list[float]:
     return losses
 
 
-def skip_steps(loop: Loop, *, announced: int | None = 2) -> list[float]:
-    """slime: with NaN in the gradients no optimizer steps."""
-    losses = []
-    set_calculator(loop.case, announced)
-    for step in range(STEPS + 1):
-        loop.zero()
-        losses.append(loop.call(step, 2))
-        if step not in (1, 2):
-            loop.update()
-        loop.zero()
-    return losses
-
-
-def several_calls(loop: Loop, *, announced: int | None = None) -> list[float]:
+def several_calls(loop: Loop, step: int) -> list[float]:
     """Several schedule calls, each with its reduction, before one step."""
-    losses = []
-    set_calculator(loop.case, announced)
-    for step in range(STEPS):
-        loop.zero()
-        losses += [loop.call(10 * step + call, 1) for call in range(3)]
-        loop.update()
-    return losses
+    return [loop.call(10 * step + call, 1) for call in range(3)]
 
 
-def streaming(loop: Loop, *, announced: int | None = None) -> list[float]:
-    """NeMo-RL: hooks of the schedule are set to nothing, every call runs in ``no_sync``, one reduction at the end."""
+@contextlib.contextmanager
+def _streaming(loop: Loop) -> Iterator[None]:
+    """NeMo-RL: hooks of the schedule are set to nothing in the block."""
     config = get_model_config(loop.chunks[0])
+    hooks = (config.no_sync_func, config.finalize_model_grads_func)
+    config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
+    yield
+    config.no_sync_func, config.finalize_model_grads_func = hooks
+
+
+def streaming(loop: Loop, step: int) -> list[float]:
+    """Every call runs in ``no_sync``, one reduction at the end."""
     losses = []
-    set_calculator(loop.case, announced)
-    for step in range(STEPS):
-        loop.zero()
-        saved = (config.no_sync_func, config.finalize_model_grads_func)
-        config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
+    with _streaming(loop):
         for call in range(3):
             with loop.chunks[0].no_sync():
                 losses.append(loop.call(10 * step + call, 2))
-        config.no_sync_func, config.finalize_model_grads_func = saved
-        loop.chunks[0].start_grad_sync()
-        finalize_model_grads(loop.chunks, None)
-        loop.update()
+    loop.chunks[0].start_grad_sync()
+    finalize_model_grads(loop.chunks, None)
     return losses
 
 
-def own_loop(loop: Loop, *, quiet: str = "none", finish: bool = True) -> list[float]:
-    """No schedule at all. ``quiet``: which backwards run in ``no_sync``: none, all, or all but the last."""
-    losses = []
-    for step in range(STEPS):
-        loop.zero()
-        for index in range(3):
-            in_no_sync = quiet == "all" or (quiet == "but last" and index < 2)
-            with loop.chunks[0].no_sync() if in_no_sync else contextlib.nullcontext():
-                loss = loop.forward(step, index) / 3
-                loss.backward()
-            losses.append(float(loss))
-        if finish:
-            if quiet == "all":
-                loop.chunks[0].start_grad_sync()
-            finalize_model_grads(loop.chunks, None)
-        loop.update()
-    return losses
+def own_loop(loop: Loop, step: int, *, quiet: str = "none", says: bool = False) -> list[float]:
+    """No schedule. ``quiet``: which backwards run in ``no_sync``: none, all, or all but the last.
 
-
-def own_loop_that_says(loop: Loop) -> list[float]:
-    """No schedule; weights change only in the optimizer's step, as the loop says."""
+    ``says``: weights change only in the optimizer's step, as the loop says.
+    """
     losses = []
-    for step in range(STEPS):
+    if says:
         megatron_hecate.iteration_begins(loop.chunks)
         loop.zero()
-        for index in range(3):
-            loss = loop.forward(step, index) / 3
-            loss.backward()
-            losses.append(float(loss))
-        finalize_model_grads(loop.chunks, None)
-        loop.update()
+    for index in range(3):
+        is_quiet = quiet == "all" or (quiet == "but last" and index < 2)
+        with loop.chunks[0].no_sync() if is_quiet else contextlib.nullcontext():
+            losses.append(backward(loop, step, index, scale=1 / 3))
+    if quiet == "all":
+        loop.chunks[0].start_grad_sync()
+    finalize_model_grads(loop.chunks, None)
     return losses
 
 
-def gradients_scaled_by_hand(loop: Loop, *, factor: float, calls: bool = False) -> list[float]:
-    """``main_grad`` is scaled, or zeroed, inside ``no_sync`` and right after it; ``calls``: of a schedule."""
-    config = get_model_config(loop.chunks[0])
-    losses = []
-
-    def add_gradients(step: int) -> None:
-        if calls:
-            losses.append(loop.call(step, 2))
-            return
-        loss = loop.forward(step, 0)
-        loss.backward()
-        losses.append(float(loss))
-
-    for step in range(STEPS):
-        loop.zero()
-        saved = (config.no_sync_func, config.finalize_model_grads_func)
-        config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
-        with loop.chunks[0].no_sync():
-            add_gradients(50 + step)
-            if not calls:
-                for p in loop.params:
-                    p.main_grad.mul_(factor)
-                add_gradients(80 + step)
-        config.no_sync_func, config.finalize_model_grads_func = saved
+def gradients_scaled_by_hand(loop: Loop, step: int) -> list[float]:
+    """``main_grad`` is scaled inside ``no_sync`` and right after it."""
+    with loop.chunks[0].no_sync():
+        losses = [backward(loop, 50 + step, 0)]
         for p in loop.params:
-            p.main_grad.mul_(factor)
-        add_gradients(step)
-        if not calls:
-            loop.finish()
-        loop.update()
-    return losses
+            p.main_grad.mul_(0.1)
+        losses.append(backward(loop, 80 + step, 0))
+    for p in loop.params:
+        p.main_grad.mul_(0.1)
+    return [*losses, backward(loop, step, 0)]
 
 
-def weights_change_in_forward_step(loop: Loop, *, how: str, says: bool = False) -> list[float]:
+def gradients_of_a_call_scaled_by_hand(loop: Loop, step: int) -> list[float]:
+    with _streaming(loop), loop.chunks[0].no_sync():
+        loss = loop.call(50 + step, 2)
+    for p in loop.params:
+        p.main_grad.mul_(0.1)
+    return [loss, loop.call(step, 2)]
+
+
+def weights_change_in_forward_step(
+    loop: Loop, step: int, *, how: str, says: bool = False
+) -> list[float]:
     """A schedule's ``forward_step`` changes all weights before each microbatch."""
-    losses = []
-    for step in range(STEPS):
-        loop.zero()
-        factors = iter([1.05, 1 / 1.05] * 2)
+    factors = iter([1.05, 1 / 1.05] * 2)
 
-        def forward_step(
-            data: Any, model: Any, *, factors: Iterator[float] = factors, **_: Any
-        ) -> Any:
-            loop.scale(next(factors), how)
-            if says:
-                megatron_hecate.weights_changed(loop.chunks)
-            return tiny_gpt.forward_step(data, model, case=loop.case)
+    def forward_step(data: Any, model: Any, **_: Any) -> Any:
+        loop.scale(next(factors), how)
+        if says:
+            megatron_hecate.weights_changed(loop.chunks)
+        return tiny_gpt.forward_step(data, model, case=loop.case)
 
-        losses += loop.reports(step, forward_step, 4)
-        loop.update()
-    return losses
+    return loop.reports(step, forward_step, 4)
 
 
-def some_in_eval_mode(loop: Loop) -> list[float]:
+def some_in_eval_mode(loop: Loop, step: int) -> list[float]:
     """Every second microbatch, also the last one, trains in ``eval()``, where FSSDP has no replicas."""
     losses = []
-    for step in range(STEPS):
-        loop.zero()
-        for index in range(4):
-            loop.chunks[0].train(index % 2 == 0)
-            with loop.chunks[0].no_sync() if index < 3 else contextlib.nullcontext():
-                loss = loop.forward(step, index)
-                loss.backward()
-            losses.append(float(loss))
-        loop.finish()
-        loop.update()
+    for index in range(4):
+        loop.chunks[0].train(index % 2 == 0)
+        with loop.chunks[0].no_sync() if index < 3 else contextlib.nullcontext():
+            losses.append(backward(loop, step, index))
     loop.chunks[0].train()
     return losses
 
 
-def zero_before_backward(loop: Loop) -> list[float]:
+def zero_before_backward(loop: Loop, step: int) -> list[float]:
     """As loops around plain torch do it: forward, zero the gradients, backward, step."""
+    loss = loop.forward(step, 0)
+    loop.zero()
+    loss.backward()
+    return [float(loss)]
+
+
+def beside_a_critic(body: Callable[[Loop, Loop, int], list[float]]) -> Pattern:
+    """A loop by hand in which another model has a whole step."""
+
+    def pattern(loop: Loop) -> list[float]:
+        critic = Loop(loop.case, loop.hook)
+        return by_hand(lambda loop, step: body(loop, critic, step))(loop)
+
+    return pattern
+
+
+def _step_of(critic: Loop, step: int) -> float:
+    critic.zero()
+    loss = critic.call(step, 2)
+    critic.update()
+    return loss
+
+
+def critic_steps_before_backward(loop: Loop, critic: Loop, step: int) -> list[float]:
+    loss = loop.forward(step, 0)
+    of_critic = _step_of(critic, step)
+    loss.backward()
+    return [of_critic, float(loss)]
+
+
+def critic_steps_between_forwards(loop: Loop, critic: Loop, step: int) -> list[float]:
+    """Two forwards are in flight."""
+    loss = loop.forward(step, 0)
+    of_critic = _step_of(critic, step)
+    loss = loss + loop.forward(step, 1)
+    loss.backward()
+    return [of_critic, float(loss)]
+
+
+def load_midway(loop: Loop, step: int) -> list[float]:
     losses = []
-    for step in range(STEPS):
-        loss = loop.forward(step, 0)
-        loop.zero()
-        loss.backward()
-        losses.append(float(loss))
-        loop.finish()
-        loop.update()
-    return losses
-
-
-def critic_steps_before_backward(loop: Loop) -> list[float]:
-    """Another model has a whole step between a forward and its backward."""
-    critic = Loop(loop.case, loop.hook)
-    losses = []
-    for step in range(STEPS):
-        loop.zero()
-        loss = loop.forward(step, 0)
-        critic.zero()
-        losses.append(critic.call(step, 2))
-        critic.update()
-        loss.backward()
-        losses.append(float(loss))
-        loop.finish()
-        loop.update()
-    return losses
-
-
-def critic_steps_between_forwards(loop: Loop) -> list[float]:
-    """Two forwards are in flight, and another model has a whole step between them."""
-    critic = Loop(loop.case, loop.hook)
-    losses = []
-    for step in range(STEPS):
-        loop.zero()
-        first = loop.forward(step, 0)
-        critic.zero()
-        losses.append(critic.call(step, 2))
-        critic.update()
-        loss = first + loop.forward(step, 1)
-        loss.backward()
-        losses.append(float(loss))
-        loop.finish()
-        loop.update()
-    return losses
-
-
-def load_midway(loop: Loop) -> list[float]:
-    losses = []
-    for step in range(STEPS):
-        loop.zero()
-        for index in range(3):
-            with loop.chunks[0].no_sync() if index < 2 else contextlib.nullcontext():
-                loss = loop.forward(step, index) / 3
-                loss.backward()
-            losses.append(float(loss))
-            if index == 0:
-                load_own_weights(loop, step)
-        loop.finish()
-        loop.update()
+    for index in range(3):
+        with loop.chunks[0].no_sync() if index < 2 else contextlib.nullcontext():
+            losses.append(backward(loop, step, index, scale=1 / 3))
+        if index == 0:
+            load_own_weights(loop)
     return losses
 
 
@@ -558,19 +448,23 @@ class BadBatchError(Exception):
     pass
 
 
-def break_off(loop: Loop, *, announced: int | None = 3) -> list[float]:
+def break_off(loop: Loop) -> list[float]:
     """In every second step the second microbatch raises; the loop drops the step and goes on."""
     losses = []
-    set_calculator(loop.case, announced)
+    set_calculator(loop.case, 3)
     for step in range(2 * STEPS):
         loop.zero()
-        seen = []
+        microbatches = itertools.count()
 
         def forward_step(
-            data: Any, model: Any, *, seen: list = seen, is_bad: bool = step % 2 == 1, **_: Any
+            data: Any,
+            model: Any,
+            *,
+            microbatches: Iterator[int] = microbatches,
+            is_bad: bool = step % 2 == 1,
+            **_: Any,
         ) -> Any:
-            seen.append(None)
-            if is_bad and len(seen) == 2:
+            if next(microbatches) == 1 and is_bad:
                 raise BadBatchError
             return tiny_gpt.forward_step(data, model, case=loop.case)
 
@@ -582,140 +476,151 @@ def break_off(loop: Loop, *, announced: int | None = 3) -> list[float]:
     return losses
 
 
-def two_models(loop: Loop, *, interleaved: bool = False) -> list[float]:
-    """Policy and critic in one process; ``interleaved``: the critic steps before the policy does."""
-    both = [loop, Loop(loop.case, loop.hook)]
+def two_models(loop: Loop) -> list[float]:
+    """Policy and critic in one process, and the critic steps before the policy does."""
+    models = [loop, Loop(loop.case, loop.hook)]
     losses = []
     for step in range(STEPS):
-        for one in both:
-            one.zero()
-            losses.append(one.call(step, 2))
-            if not interleaved:
-                one.update()
-        for one in reversed(both) if interleaved else ():
-            one.update()
+        for model in models:
+            model.zero()
+            losses.append(model.call(step, 2))
+        for model in reversed(models):
+            model.update()
     return losses
 
 
 def two_models_with_one_config(loop: Loop) -> list[float]:
-    """Of one configuration object; each trains in two schedule calls per step, one of them at other weights."""
+    """Each trains in two schedule calls per step, one of them at other weights."""
     config = get_model_config(loop.chunks[0])
-    both = [loop, Loop(loop.case, loop.hook, config)]
+    models = [loop, Loop(loop.case, loop.hook, config)]
     losses = []
     for step in range(STEPS):
-        for one in both:
-            config.grad_scale_func = one.optimizer.scale_loss
-            one.zero()
+        for model in models:
+            config.grad_scale_func = model.optimizer.scale_loss
+            model.zero()
             finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
-            with one.scaled(1.3):
-                losses.append(one.call(10 * step, 2))
+            with model.scaled(1.3):
+                losses.append(model.call(10 * step, 2))
             config.finalize_model_grads_func = finalize
-            losses.append(one.call(10 * step + 1, 2))
-            one.update()
+            losses.append(model.call(10 * step + 1, 2))
+            model.update()
     return losses
 
 
-def without_ddp(
-    loop: Loop, *, own_optimizer: bool = False, rolls_back: bool = False
-) -> list[float]:
-    """A bare module and a plain optimizer of torch, or one that is no ``torch.optim.Optimizer``."""
+def without_ddp(loop: Loop) -> list[float]:
+    """A bare module, with an optimizer that is no ``torch.optim.Optimizer``."""
     (module,), _ = tiny_gpt.build(loop.case, loop.hook)
     loop.chunks = [module]
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, foreach=False)
     losses = []
     for step in range(STEPS):
-        optimizer.zero_grad()
-        for index in range(2):
-            loss = loop.forward(step, index) / 2
-            loss.backward()
-            losses.append(float(loss))
-        if rolls_back and step % 2:
-            loop.scale(0.9)
-        elif own_optimizer:
-            with torch.no_grad():
-                for p in module.parameters():
-                    if p.grad is not None:
-                        p.data.sub_(p.grad, alpha=0.05)
-        else:
-            optimizer.step()
+        module.zero_grad()
+        losses += [backward(loop, step, index, scale=0.5) for index in range(2)]
+        with torch.no_grad():
+            for p in module.parameters():
+                if p.grad is not None:
+                    p.data.sub_(p.grad, alpha=0.05)
     return losses
 
 
-PATTERNS: dict[str, Callable[[Loop], list[float]]] = {
-    "as Megatron's own": steps,
-    "microbatches vary, no calculator": partial(steps, counts=(1, 3, 2, 4), announced=None),
-    "calculator says more": partial(steps, counts=(3, 3, 3, 3), announced=8),
-    "calculator says one": partial(steps, counts=(3, 2, 4, 1), announced=1),
-    "calculator says no divisor": partial(steps, counts=(3, 3, 3, 3), announced=2),
-    "calculator is right, then not": partial(steps, counts=(4, 4, 3, 4), announced=4),
-    "evaluation between steps": partial(steps, between=evaluate),
-    "log-probabilities between steps": partial(steps, between=log_probabilities_in_train_mode),
-    "log-probabilities before the step": partial(
-        steps, before_update=log_probabilities_in_train_mode
+def several_backwards(loop: Loop, step: int, *, how: str) -> list[float]:
+    """Two losses of one forward, whose graph is kept."""
+    data = tiny_gpt.batch(loop.case, step, 0)
+    tokens, labels = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+    mask = torch.ones(1, 1, loop.case.seq, loop.case.seq, dtype=torch.bool).triu(1)
+    positions = torch.arange(loop.case.seq).expand(loop.case.micro_batch, -1)
+    logits = loop.chunks[0](tokens, positions, mask).float()
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    second = 0.01 * logits.logsumexp(-1).square().mean()
+    losses = [float(loss), float(second)]
+    if how == "gradient of the embedding first":
+        (weight,) = [p for n, p in loop.chunks[0].named_parameters() if "word_embeddings" in n]
+        (grad,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        losses.append(float(grad.norm()))
+    elif how != "retained":
+        with loop.chunks[0].no_sync() if how == "no_sync" else contextlib.nullcontext():
+            loss.backward(retain_graph=True)
+        second.backward(retain_graph=how == "three")
+        if how != "three":
+            return losses
+    (loss + second).backward(retain_graph=how == "retained")
+    return losses
+
+
+# Several backwards through one forward.
+REPEATED = {
+    f"backwards, {how}": by_hand(partial(several_backwards, how=how))
+    for how in ("two", "three", "no_sync", "retained", "gradient of the embedding first")
+}
+PATTERNS: dict[str, Pattern] = {
+    "microbatches vary, no calculator": steps_of(calls_of(1, 3, 2, 4)),
+    "calculator says no divisor": steps_of(calls_of(3, 3, 3, 3), announced=2),
+    "calculator is right, then not": steps_of(calls_of(4, 4, 3, 4), announced=4),
+    "log-probabilities before the step": call_and(
+        log_probabilities_in_train_mode, is_before_update=True
     ),
-    "forward without backward": partial(steps, between=forward_without_backward),
-    "storages emptied between steps": partial(steps, between=empty_storages),
-    "weights loaded between steps": partial(steps, between=load_own_weights),
-    "reference weights swapped in": partial(steps, between=swap_in_reference),
-    "sharpness-aware": sharpness_aware,
-    "sharpness-aware, no calculator, foreach": partial(
-        sharpness_aware, announced=None, how="foreach"
-    ),
-    "sharpness-aware, DDP's buffer": partial(sharpness_aware, announced=None, how="buffer"),
-    "sharpness-aware by microbatch": sharpness_aware_by_microbatch,
-    "sharpness-aware by microbatch, buffer": partial(sharpness_aware_by_microbatch, how="buffer"),
-    "other weights for the last microbatch": weights_change_before_last,
-    "calls at other weights, one reduction": calls_at_other_weights,
-    "two forwards, then two backwards": forwards_then_backwards,
-    "forgotten forward at other weights": forgotten_forward_at_other_weights,
-    "roll back": roll_back,
-    "roll back, calculator": partial(roll_back, announced=2),
-    "roll back without reduction": roll_back_without_reduction,
+    "forward without backward": call_and(forward_without_backward),
+    "sharpness-aware": steps_of(sharpness_aware),
+    "sharpness-aware by microbatch": by_hand(sharpness_aware_by_microbatch),
+    "other weights for the last microbatch": by_hand(weights_change_before_last),
+    "calls at other weights, one reduction": by_hand(calls_at_other_weights),
+    "two forwards, then two backwards": by_hand(forwards_then_backwards),
+    "forgotten forward at other weights": by_hand(forgotten_forward_at_other_weights),
+    "roll back": partial(roll_back, reduces=True),
+    "roll back without reduction": partial(roll_back, reduces=False),
     "average swapped in": average_for_evaluation,
-    "skipped steps": skip_steps,
-    "skipped steps, no calculator": partial(skip_steps, announced=None),
-    "several calls per step": several_calls,
-    "several calls per step, calculator": partial(several_calls, announced=8),
-    "NeMo-RL's streaming": streaming,
-    "NeMo-RL's streaming, calculator": partial(streaming, announced=2),
-    "own loop": own_loop,
-    "own loop, no_sync but last": partial(own_loop, quiet="but last"),
-    "own loop, no_sync for all": partial(own_loop, quiet="all"),
-    "weights loaded between microbatches": load_midway,
+    "several calls per step": steps_of(several_calls, announced=8),
+    "NeMo-RL's streaming": steps_of(streaming),
+    "own loop": steps_of(own_loop),
+    "own loop, no_sync but last": steps_of(partial(own_loop, quiet="but last")),
+    "own loop, no_sync for all": steps_of(partial(own_loop, quiet="all")),
+    "weights loaded between microbatches": by_hand(load_midway),
     "steps broken off": break_off,
-    "steps broken off, no calculator": partial(break_off, announced=None),
-    "two models": two_models,
-    "microbatches in eval mode": some_in_eval_mode,
-    "weights written in forward_step": partial(weights_change_in_forward_step, how="in place"),
-    "gradients zeroed by hand": partial(gradients_scaled_by_hand, factor=0.0),
-    "gradients scaled by hand": partial(gradients_scaled_by_hand, factor=0.1),
-    "gradients of a call zeroed by hand": partial(gradients_scaled_by_hand, factor=0.0, calls=True),
-    "gradients of a call scaled by hand": partial(gradients_scaled_by_hand, factor=0.1, calls=True),
-    "zeroed between forward and backward": zero_before_backward,
-    "critic steps between forward and backward": critic_steps_before_backward,
+    "microbatches in eval mode": by_hand(some_in_eval_mode),
+    "weights written in forward_step": steps_of(
+        partial(weights_change_in_forward_step, how="in place")
+    ),
+    "gradients scaled by hand": by_hand(gradients_scaled_by_hand),
+    "gradients of a call scaled by hand": steps_of(gradients_of_a_call_scaled_by_hand),
+    "zeroed between forward and backward": by_hand(zero_before_backward),
+    "critic steps between forward and backward": beside_a_critic(critic_steps_before_backward),
+    "two models, interleaved": two_models,
     "two models with one configuration": two_models_with_one_config,
-    "two models, interleaved": partial(two_models, interleaved=True),
-    "without DDP": without_ddp,
-    "without DDP, rolled back": partial(without_ddp, rolls_back=True),
-    "without DDP, own optimizer": partial(without_ddp, own_optimizer=True),
+    "without DDP, own optimizer": without_ddp,
+    **REPEATED,
 }
 # Tensors' version counters do not show these: the loop says so.
 TOLD = {
-    "weights written in forward_step, told": partial(
-        weights_change_in_forward_step, how="data", says=True
+    "weights written in forward_step, told": steps_of(
+        partial(weights_change_in_forward_step, how="data", says=True)
     ),
-    "own loop that says where iterations begin": own_loop_that_says,
+    "own loop that says where iterations begin": steps_of(partial(own_loop, says=True)),
 }
 # Refused with the other lifetimes.
 ONLY_WITH_LIFETIME_LAYER = {
-    "critic steps between forwards in flight": critic_steps_between_forwards
+    "critic steps between forwards in flight": beside_a_critic(critic_steps_between_forwards)
 }
-# Patterns that stock Megatron does not allow with ``overlap_grad_reduce``: gradients are reduced several times.
-NOT_WITH_OVERLAP = {
-    "own loop",
-    "forward without backward",
-    "several calls per step",
-    "several calls per step, calculator",
-    "calls at other weights, one reduction",
-    "two models with one configuration",
-}
+
+
+def train_pattern(
+    case: tiny_gpt.Case, pattern: Pattern, hook: Any
+) -> tuple[list[float], dict, int]:
+    """Losses, parameters, and the tokens that replicas computed on all ranks."""
+    computed = torch.zeros(1)
+    loop = Loop(case, hook and tiny_gpt.counting_hook(hook, computed))
+    losses = pattern(loop)
+    if case.overlap and case.distributed_optimizer:
+        for chunk in loop.chunks:
+            if hasattr(chunk, "start_param_sync"):
+                chunk.start_param_sync(force_sync=True)
+    dist.all_reduce(computed)
+    return losses, {n: p.detach().clone() for n, p in tiny_gpt._named(loop.chunks)}, int(computed)
+
+
+def assert_equal(stock: tuple, ours: tuple, name: str) -> None:
+    """Losses and parameters agree to 1e-5, and replicas have computed."""
+    losses, params, _ = stock
+    our_losses, our_params, computed = ours
+    assert computed > 0, f"{name}: no replica computed anything, so nothing was tested"
+    loss = max(abs(a - b) / abs(a) for a, b in zip(losses, our_losses, strict=True))
+    param = max(float((params[n].double() - our_params[n].double()).abs().max()) for n in params)
+    assert loss <= 1e-5 and param <= 1e-5, (name, loss, param)
