@@ -29,13 +29,6 @@ from ranks import ranks
 
 
 @pytest.mark.fast
-def test_check_prints_what_would_be_used() -> None:
-    done = python("-m", "megatron_hecate", "check", timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"megatron-core \S+: fits", done.stdout) and "transport p2p" in done.stdout
-
-
-@pytest.mark.fast
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,4 +1,4 @@
-"""Every command without each dependency in turn: one line that names it, and no traceback.
+"""Every command without what it needs: one line that names it, and no traceback.
 
 Oracle: the dependencies in pyproject.toml; literal lines.
 """
@@ -16,9 +16,8 @@ import pytest
 import recorded
 from pretraining import ROOT
 
+from megatron_hecate.__main__ import main
 from megatron_hecate.tools import check
-
-pytestmark = pytest.mark.fast
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGES = [re.match(r"[\w-]+", text)[0] for text in PROJECT["dependencies"]]
@@ -32,6 +31,7 @@ class Finder:
 sys.meta_path.insert(0, Finder)
 """
 BROKEN = "raise ImportError('{0} is broken:\\n\\n  no library')"
+SETTINGS = '{"expert_model_parallel_size": 2, "num_experts": 8}'
 
 
 def _without(
@@ -39,7 +39,10 @@ def _without(
 ) -> tuple[int, str, str]:
     """Run a command without ``package``; return its status and output."""
     (hidden := folder / f"without-{package}-{is_broken}").mkdir(exist_ok=True)
-    if is_broken:
+    if package == "megatron":  # a namespace without `core`
+        (hidden / package).mkdir()
+        (hidden / package / "__init__.py").touch()
+    elif is_broken:
         (hidden / f"{package}.py").write_text(BROKEN.format(package))
     else:
         (hidden / "sitecustomize.py").write_text(NOT_THERE.format(package))
@@ -56,31 +59,34 @@ def _without(
     return done.returncode, done.stdout, done.stderr
 
 
+@pytest.mark.parametrize("package", [*PACKAGES, "megatron"])
+def test_check_names_the_package_and_goes_on(package: str, tmp_path: Path) -> None:
+    """What the rest does there is said, too."""
+    status, out, _ = _without(package, tmp_path, "check")
+    line = f"{package} cannot be imported (No module named '{package}'): pip install {package}"
+    if package == "megatron":
+        line = "megatron-core is not installed: pip install -e '.[megatron]', or put your checkout on the path"
+    assert status == 1 and line in out.splitlines(), out
+    for part in ("planner: numba", "kernels, of quotas and of transport nvlink: CPU ranks: "):
+        assert (part in out) == (package != "torch"), out
+
+
+@pytest.mark.fast
 def test_all_dependencies_are_named() -> None:
     assert sorted(check.PACKAGES) == sorted(PACKAGES)
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_check_names_the_package_and_goes_on(package: str, tmp_path: Path) -> None:
-    status, out, _ = _without(package, tmp_path, "check")
-    line = f"{package} cannot be imported (No module named '{package}'): pip install {package}"
-    assert status == 1 and line in out.splitlines(), out
-    for part in ("planner: numba", "kernels, of quotas"):
-        assert (part in out) == (package != "torch"), out
-    (tmp_path / "job.json").write_text('{"expert_model_parallel_size": 2, "num_experts": 8}')
+@pytest.mark.parametrize("package", ["torch", "megatron"])
+def test_settings_are_checked_without_megatron_and_torch(package: str, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text(SETTINGS)
     found = _without(package, tmp_path, "check", "--settings", "job.json")
     assert found == (0, "would switch on\n", "")
 
 
 @pytest.mark.parametrize(
     ("package", "command"),
-    [
-        *(("torch", command) for command in ("report", "what-if", "measure", "run")),
-        *(("numpy", command) for command in ("report", "what-if", "run")),
-        *(("numba", command) for command in ("report", "what-if")),
-        ("packaging", "run"),
-    ],
-)
+    [("torch", "report"), ("torch", "measure"), ("numpy", "run"), ("numba", "what-if"), ("packaging", "run")],
+)  # fmt: skip
 def test_a_command_names_the_package_that_it_needs(
     package: str, command: str, tmp_path: Path
 ) -> None:
@@ -92,7 +98,7 @@ def test_a_command_names_the_package_that_it_needs(
     status, out, err = _without(package, tmp_path, *arguments)
     line = f"{package} cannot be imported (No module named '{package}'): pip install {package}\n"
     assert (status, out) == (1, "") and err.endswith(f"megatron-hecate: {line}"), err
-    if (package, command) == ("torch", "report"):
+    if command == "report":
         _, _, err = _without(package, tmp_path, *arguments, is_broken=True)
         assert f"{package} cannot be imported ({package} is broken: no library): pip" in err
 
@@ -102,3 +108,20 @@ def test_a_package_of_the_script_itself_keeps_its_traceback(tmp_path: Path) -> N
     (tmp_path / "script.py").write_text("import a_package_of_its_own\n")
     with pytest.raises(AssertionError, match="No module named 'a_package_of_its_own'"):
         _without("tqdm", tmp_path, "run", "script.py")
+
+
+@pytest.mark.fast
+def test_a_machine_without_a_compiler(
+    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing compiled, no compiler: ``check`` fails and says what to install; with one it succeeds."""
+    assert main(["check"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"megatron-core \S+: fits", said) and "transport p2p" in said
+    assert "CPU ranks: compiled, " in said
+    monkeypatch.setenv("MEGATRON_HECATE_CACHE", str(tmp_path / "empty"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    assert main(["check"]) == 1
+    line = "CPU ranks: no C++ compiler found; install one (apt-get install g++)"
+    assert line in capsys.readouterr().out
