@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -49,7 +48,8 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
         self.resize(width, height)
-        self.call("Emulation.setEmulatedMedia", features=[_feature(dark)])
+        theme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self.call("Emulation.setEmulatedMedia", features=[theme])
 
     def __enter__(self) -> Self:
         return self
@@ -119,46 +119,12 @@ class Browser:
 
     def press(self, key: str) -> None:
         """A key, where the focus is."""
-        codes = {
-            "Tab": 9,
-            "Enter": 13,
-            "Home": 36,
-            "End": 35,
-            "ArrowLeft": 37,
-            "ArrowRight": 39,
-            "ArrowDown": 40,
-        }
+        codes = {"Enter": 13, "End": 35, "ArrowRight": 39}
         text = {"text": "\r"} if key == "Enter" else {}
         for kind, more in (("keyDown", text), ("keyUp", {})):
-            self.call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=key,
-                windowsVirtualKeyCode=codes[key],
-                **more,
-            )
+            event = dict(type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key], **more)
+            self.call("Input.dispatchKeyEvent", **event)
 
     def resize(self, width: int, height: int) -> None:
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=False,
-        )
-
-    def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        """A PNG of the window, or of the whole page."""
-        image = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(image["data"]))
-
-    def print(self, path: Path) -> None:
-        """A PDF."""
-        path.write_bytes(
-            base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"])
-        )
-
-
-def _feature(dark: bool) -> dict[str, str]:
-    return {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        size = dict(width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call("Emulation.setDeviceMetricsOverride", **size)
