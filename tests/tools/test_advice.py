@@ -6,15 +6,10 @@ printed.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import importlib
 import json
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +17,7 @@ import numpy as np
 import pytest
 import recorded
 
-from megatron_hecate.__main__ import COMMANDS, main
+from megatron_hecate.__main__ import main
 from megatron_hecate.record.run_folder import read
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
 from megatron_hecate.tools import report
@@ -118,15 +113,6 @@ def test_speeds_that_do_not_fit_the_steps_are_no_verdict(
         assert ("of a stock step" in text) == fits
 
 
-def test_seq_of_a_recorded_model_is_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Oracle: the record, which has 25,000 tokens of a rank per microbatch."""
-    folder = _observed(tmp_path / "run")
-    _simulated(folder, "--seq", "2500")
-    text = capsys.readouterr().out
-    assert "4 microbatches of 2,500 tokens" in text
-    assert "note: the record has 25,000 tokens of a rank per microbatch, not 2,500\n" in text
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -149,21 +135,6 @@ def test_a_recorded_step_is_not_one_with_other_work(
     _simulated(folder, "--ranks", "16")
     assert "16 ranks, EP 4, PP 1" in (text := capsys.readouterr().out)
     assert "stock step 400 ms" in text
-
-
-def test_what_a_trace_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """A name with a typing error, a folder without a run, and a run without sizes."""
-    bare = _observed(tmp_path / "bare", shape={}, speeds={}, memory={})
-    (tmp_path / "empty").mkdir()
-    for name, right in (
-        ("typo", "typo holds no loads (it does not exist)"),
-        ("empty", "EMPTY holds no record of a run"),
-        ("bare", "--model NAME is needed: BARE holds no sizes"),
-    ):
-        with pytest.raises(SystemExit):
-            main(["what-if", str(tmp_path / name)])
-        right = right.replace("EMPTY", str(tmp_path / "empty")).replace("BARE", str(bare))
-        assert right in capsys.readouterr().err, name
 
 
 def _page(folder: Path) -> dict[str, Any]:
@@ -210,27 +181,6 @@ def test_the_page_gives_the_reason_why_it_has_no_times(tmp_path: Path) -> None:
     assert words[0] == "megatron-hecate" and main([*words[1:], *ONE_WAY]) == 0
 
 
-def test_a_single_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    for num, right in ((1, True), (2, False)):
-        size = dataclasses.replace(SIZE, num=num)
-        _simulated(_observed(tmp_path / str(num), size))
-        assert ("note: there is a single step" in capsys.readouterr().out) is right
-
-
-def test_times_that_are_none_are_not_used(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """By hand: steps of 400 ms, and steps that take no time."""
-    times = 1.7e9 + 0.4 * np.arange(SIZE.num)
-    for name, time, right in (("some", times, 400.0), ("zero", np.full_like(times, 1.7e9), 0.0)):
-        held = {**recorded.arrays(SIZE, fssdp=False), "time": time}
-        folder = recorded.write(tmp_path / name, SIZE, held=held, transport="")
-        assert _page(folder)["info"]["step"] == pytest.approx(right), name
-        capsys.readouterr()
-        _simulated(folder)
-        text = capsys.readouterr().out
-        assert ("stock step 400 ms" if right else "stock step unknown") in text
-        assert "--step-ms 0" not in text
-
-
 def test_commands_name_folders_as_a_shell_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -248,105 +198,3 @@ def test_commands_name_folders_as_a_shell_reads_them(
     held = recorded.arrays(SIZE)
     words = shlex.split(_page(recorded.write(folder, SIZE, held=held))["verdict"]["command"])
     assert main([word.replace("STOCK_RUN", name) for word in words[1:]]) == 0
-
-
-def test_memory_of_weights_in_fp32(tmp_path: Path) -> None:
-    """By hand: 4 bytes of weights and of gradients, 8 of Adam's state, for each parameter."""
-    wide = {**recorded.SHAPE, "expert_bytes": 4 * recorded.SHAPE["token_flops"] / 2}
-    _, stock, way = _simulated(_observed(tmp_path / "run", shape=wide))["outcomes"]
-    parameters = recorded.SHAPE["token_flops"] / 2 * SIZE.layers * SIZE.experts / SIZE.ranks
-    names = ("weights", "grads", "optimizer")
-    found = [stock["memory"][name] / parameters for name in names]
-    assert found == pytest.approx([4, 4, 8], rel=1e-3)
-    of_replica = recorded.SHAPE["token_flops"] / 2 * SIZE.layers
-    assert way["memory"]["replica_weights"] / of_replica == pytest.approx(4, rel=1e-3)
-
-
-@pytest.mark.slow
-def test_the_page_of_a_machine_without_utf_8(tmp_path: Path) -> None:
-    """Oracle: the page as it is written with UTF-8."""
-    held = recorded.arrays(SIZE)
-    folder = recorded.write(tmp_path / "run", SIZE, held=held)
-    page = folder / "report.html"
-    command = [sys.executable, "-m", "megatron_hecate", "report", str(folder)]
-    pages = []
-    for encoding in ("1", "0"):
-        settings = {"PYTHONUTF8": encoding, "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
-        subprocess.run(command, env={**os.environ, **settings}, timeout=120, check=True)
-        pages.append(page.read_bytes())
-    assert pages[0] == pages[1]
-
-
-FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
-
-
-def _flags_of(command: str) -> set[str]:
-    return {
-        flag
-        for action in importlib.import_module(f"megatron_hecate.{COMMANDS[command][0]}")
-        .make_parser()
-        ._actions
-        for flag in action.option_strings
-    }
-
-
-def _cited(text: str, own: set[str]) -> list[str]:
-    """Flags in ``text`` that are neither of the command with the flags ``own``, nor of `run`."""
-    return [flag for flag in FLAG.findall(text) if flag not in own | _flags_of("run")]
-
-
-@pytest.mark.parametrize(
-    "kind", ["stock", "no time", "few bytes", "alone", "fast", "balanced", "bare", "fssdp", "slow"]
-)
-def test_report_names_flags_of_its_own_or_their_command(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """In what is printed, a line about flags of what-if names what-if, which has them."""
-    size = recorded.Size(num=4, layers=2, ranks=1) if kind == "alone" else SIZE
-    held = recorded.arrays(size, fssdp=kind in ("fssdp", "slow"))
-    fields: dict = {"job": {"device_bytes": 1 << 28}} if kind == "few bytes" else {}
-    if kind == "no time":
-        held["time"] = np.full(size.num, 1e9)
-    elif kind == "balanced":
-        held["load"][:] = 512
-    elif kind == "bare":
-        fields = dict(shape={}, speeds={}, memory={})
-    elif kind == "slow":
-        fields = dict(speeds={**recorded.SPEEDS, "flops": 4.4e8})
-    if kind == "fast":
-        folder = _observed(tmp_path / "run", step_ms=1e-3)
-    else:
-        folder = recorded.write(tmp_path / "run", size, held=held, **fields)
-    assert report.main([str(folder)]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    for number, line in enumerate(lines):
-        if strange := _cited(line, _flags_of("report")):
-            # the reason of the verdict, or a command, follows
-            near = line.replace("docs/what-if", "")
-            if number == 0 or lines[number + 1].startswith("    "):
-                near += lines[number + 1]
-            assert "what-if" in near, line
-            assert set(strange) <= _flags_of("what-if"), line
-    assert kind != "fast" or "The record's step time is not used" in "".join(lines), lines
-
-
-def test_messages_name_flags_that_exist() -> None:
-    """All texts of the commands of tools, and of the page, which belongs to no other command than report."""
-    own = set().union(*map(_flags_of, ("report", "what-if", "measure", "check")))
-    folder = Path(report.__file__).parent
-    for path in [*folder.glob("*.py"), *(folder.parent / "record").glob("*.py")]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                strange = set(_cited(node.value, own)) - {
-                    "--nproc-per-node",
-                    "--no-python",
-                    "--num-experts",
-                }
-                assert not strange, f"{path.name}:{node.lineno}: {strange}"
-    for path in (
-        report.PAGE / name for name in ("page.html", "page.js", "summary.js", "charts.js")
-    ):
-        text = re.sub(
-            r"<!--.*?-->|var\(--[\w-]+\)|\"--[\w-]+\"", "", path.read_text(), flags=re.DOTALL
-        )
-        assert not _cited(text, _flags_of("report")), path

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from seeds import seeds
 
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.tools.job_settings import JobSettings
@@ -140,7 +141,7 @@ def event_simulation(
     return max(max(times_) for times_ in free.values())
 
 
-@pytest.mark.parametrize("seed", range(12))
+@seeds(12)
 def test_a_step_is_that_of_single_ranks(seed: int) -> None:
     """Exact for one stage; with several, whose tasks wait for each other, at most a quarter too long."""
     rng = np.random.default_rng(seed)

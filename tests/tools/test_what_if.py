@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,11 @@ import pytest
 
 from megatron_hecate.__main__ import main
 from megatron_hecate.config import HecateConfig
-from megatron_hecate.device import launch
 from megatron_hecate.plan import H100, LayerShape, Link
 from megatron_hecate.record import run_writer
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
-from megatron_hecate.tools import what_if
 from megatron_hecate.tools.recommendation import recommend
 from megatron_hecate.tools.replay import Outcome
 from megatron_hecate.tools.step_model import PARTS
@@ -134,16 +131,7 @@ def some_outcomes(*seconds: float) -> list[Outcome]:
     ]
 
 
-def test_long_names_keep_the_columns() -> None:
-    """Oracle: where the rows' figures end."""
-    memory = ExpertMemory(1, 1, 1, 0, 0, 0)
-    of = dict(seconds=1.0, imbalance=1.0, memory=memory)
-    names = ("forced balance", "stock", "FSSDP, 1,000 slots, microbatch, nvlink, and more")
-    head, *rows = what_if.describe([Outcome(name=name, **of) for name in names]).splitlines()[:4]
-    assert {row.rindex(" (") for row in rows} == {len(head)}
-
-
-@pytest.mark.parametrize("stages", [[], ["--pp", "2"], ["--pp", "2", "--vpp", "2"]])
+@pytest.mark.parametrize("stages", [[], ["--pp", "2", "--vpp", "2"]])
 def test_a_measured_step_scales_the_rest_of_it(
     stages: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -153,12 +141,6 @@ def test_a_measured_step_scales_the_rest_of_it(
     assert main(["what-if", trace, *BASE, *stages, "--step-ms", "60000", "--save", str(plan)]) == 0
     assert json.loads(plan.read_text())["outcomes"][1]["seconds"] == pytest.approx(60.0, rel=1.5e-3)
     assert "do not switch it on" in capsys.readouterr().out
-
-
-def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    big = "deepseek-v3,experts=16,ffn=65536"
-    main(["what-if", skewed(tmp_path / "hot.npz", hot=30), *BASE[2:], "--model", big])
-    assert "stock itself does not fit: its experts take " in capsys.readouterr().out
 
 
 def test_replicas_that_do_not_fit_are_not_recommended() -> None:
@@ -204,15 +186,6 @@ def test_memory_decides_only_between_ways_that_are_worth_it() -> None:
     advice = recommend([forced, stock, fastest, smaller], 0.0)
     text = advice.text
     assert advice.best is fastest and text.startswith("switch it on"), text
-
-
-def test_one_rank_has_nothing_to_balance(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    trace = skewed(tmp_path / "hot.npz", hot=30)
-    main(["what-if", trace, "--model", SMALL, "--cluster", "h200x8", "--ranks", "1"])
-    assert (
-        "do not switch it on: there are no slots, or experts are not spread over ranks"
-        in capsys.readouterr().out
-    )
 
 
 def record(
@@ -271,29 +244,6 @@ def test_a_record_knows_microbatches_tokens_and_step_time(
         assert f"note: {note}\n" in capsys.readouterr().out
 
 
-def test_a_step_time_that_cannot_be_of_the_model_is_not_used(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loads = np.full((6, 2, 16), 10**9)
-    record(
-        tmp_path / "run", monkeypatch, loads=loads, shape=dataclasses.asdict(LayerShape(1, 1, 1, 1))
-    )
-    command = ["what-if", str(tmp_path / "run"), "--cluster", "h100x8", "--slots", "1"]
-    assert main([*command, "--model", "olmoe,experts=16,layers=2,top_k=2"]) == 0
-    text = capsys.readouterr().out
-    assert "stock step unknown" in text and "note: the record's step time is not used: " in text
-
-
-def test_ranks_without_an_expert_parallel_size_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    with pytest.raises(SystemExit):
-        main(["what-if", skewed(tmp_path / "a.npz", hot=3), *BASE[:-4], "--ranks", "63"])
-    assert "divides 63 ranks of a stage and 16 experts; take other --ranks, or --ep 1" in " ".join(
-        capsys.readouterr().err.split()
-    )
-
-
 def test_a_run_folder_tells_ranks_and_what_is_guessed(
     tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,58 +282,27 @@ def test_a_run_folder_tells_ranks_and_what_is_guessed(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--model", "olmo"], "no model is named 'olmo'; there are qwen3-30b-a3b"),
-        (
-            ["--model", "olmoe,layer=3"],
-            "'layer=3' in model 'olmoe,layer=3' must be FIELD=NUMBER, with a field of layers",
-        ),
-        (["--model", "olmoe"], "has 16 experts, olmoe 64: give loads of this model"),
-        (["--model", "olmoe,experts=16,top_k=17"], "a token cannot go to 17 of 16 experts"),
-        (["--cluster", "h100"], "no cluster and no file is named 'h100'; there are a100x8"),
-        (
-            ["--ep", "3"],
-            "--ep 3 must divide 8 ranks of a stage and 16 experts: take one of [1, 2, 4, 8]",
-        ),
-        (["--pp", "3"], "--ranks 8 must divide among --pp 3 stages, of 4 layers at most"),
-        (
-            ["--pp", "2", "--vpp", "3"],
-            "--ranks 8 must divide among --pp 2 stages, of 4 layers at most with --vpp 3",
-        ),
-        (["--vpp", "2"], "--vpp needs --pp above 1 that divides --microbatches, got 1, 8"),
-        (
-            ["--pp", "2", "--vpp", "2", "--microbatches", "3"],
-            "that divides --microbatches, got 2, 3",
-        ),
-        (["--late-replicas", "8"], "unrecognized arguments: --late-replicas 8"),
-        (["--ranks", "0"], "--ranks must be at least 1, got 0"),
-        (["--lifetime", "week"], "--lifetime week: there are iteration, layer"),
-        (["--slots", "two"], "--slots takes numbers, as in 1,2,4, got 'two'"),
-        (["--step-ms", "0.01"], "is less than experts and all-to-alls alone take"),
-        (["--step-ms", "nan"], "--step-ms must be above 0 and finite, got nan"),
-        (["--step-ms", "inf"], "--step-ms must be above 0 and finite, got inf"),
-        (["--hidden-all-to-all", "2"], "--hidden-all-to-all must be from 0 to 1, got 2.0"),
-        (["--save", "no/such/folder.json"], "must name a file in a folder that exists"),
+        ("--model olmo", "no model is named 'olmo'; there are qwen3-30b-a3b"),
+        ("--model olmoe,layer=3", "'layer=3' in model 'olmoe,layer=3' must be FIELD=NUMBER, with a field of layers"),
+        ("--model olmoe", "has 16 experts, olmoe 64: give loads of this model"),
+        ("--cluster h100", "no cluster and no file is named 'h100'; there are a100x8"),
+        ("--ep 3", "--ep 3 must divide 8 ranks of a stage and 16 experts: take one of [1, 2, 4, 8]"),
+        ("--pp 2 --vpp 3", "--ranks 8 must divide among --pp 2 stages, of 4 layers at most with --vpp 3"),
+        ("--pp 2 --vpp 2 --microbatches 3", "that divides --microbatches, got 2, 3"),
+        ("--slots two", "--slots takes numbers, as in 1,2,4, got 'two'"),
+        ("--step-ms 0.01", "is less than experts and all-to-alls alone take"),
+        ("--step-ms nan", "--step-ms must be above 0 and finite, got nan"),
+        ("--hidden-all-to-all 2", "--hidden-all-to-all must be from 0 to 1, got 2.0"),
+        ("--save no/such/folder.json", "must name a file in a folder that exists"),
     ],
-)
+)  # fmt: skip
 def test_errors_say_the_way_out(
-    change: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    change: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(SystemExit) as stopped:
-        main(["what-if", skewed(tmp_path / "a.npz", hot=3), *BASE, *change])
+        main(["what-if", skewed(tmp_path / "a.npz", hot=3), *BASE, *change.split()])
     error = " ".join(capsys.readouterr().err.split())
     assert stopped.value.code == 2 and message in error, error
-
-
-def test_without_a_compiler_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    trace = skewed(tmp_path / "hot.npz", hot=30)
-    monkeypatch.setenv("CXX", str(tmp_path / "none"))
-    monkeypatch.setenv("MEGATRON_HECATE_CACHE", str(tmp_path / "cache"))
-    launch._load_for_host.cache_clear()
-    with pytest.raises(SystemExit):
-        main(["what-if", trace, *BASE])
-    assert "install g++" in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_parts_of_a_gain_are_those_of_steps_without_the_others(tmp_path: Path) -> None:
@@ -426,21 +345,6 @@ def test_p2p_sends_every_copy_from_the_home(tmp_path: Path, capsys: pytest.Captu
     assert (nvlink["transport"], p2p["transport"]) == ("nvlink", "p2p")
     assert p2p["exposed"] > 2 * nvlink["exposed"] > 0
     assert "FSSDP, 1 slot, layer, p2p" in capsys.readouterr().out
-
-
-def test_slots_that_stay_empty_are_not_recommended(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """A rank has no home of 14 of 16 experts, and one hot expert needs one slot."""
-    trace = skewed(tmp_path / "hot.npz", hot=1000)
-    command = [*BASE, "--lifetime", "iteration", "--transport", "nvlink"]
-    assert main(["what-if", trace, *command, "--slots", "1,200"]) == 0
-    text = capsys.readouterr().out
-    slots = [int(count) for count in re.findall(r"^FSSDP, (\d+) slot", text, re.MULTILINE)]
-    assert all(count < 14 for count in slots), text
-    assert ("more slots stay empty" in text) == (len(slots) < 2)
-    advised = re.search(r"switch it on, --moe-fssdp-slots (\d+) ", text)
-    assert int(advised[1]) in slots
 
 
 def test_microbatches_that_differ_cost_more_than_their_sum(
