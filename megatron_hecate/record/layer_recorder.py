@@ -36,7 +36,6 @@ class LayerRecorder:
         states: states of the stage's layers.
         meter: measured times of copies and of the compute that hides copies.
         folder: folder of the record, if the configuration asks for one.
-        chunk_by_layer: model chunk of each layer.
         collect: see `StageRecorder`.
         microbatches: returns the number of microbatches of the last iteration.
     """
@@ -47,7 +46,6 @@ class LayerRecorder:
         meter: OverlapMeter,
         *,
         folder: str | None,
-        chunk_by_layer: Sequence[int],
         collect: Callable[[], bool],
         microbatches: Callable[[], int],
     ) -> None:
@@ -90,7 +88,7 @@ class LayerRecorder:
         self._most = [state.parts.homes_only for state in states]
         # Placements without and with late replicas of the iteration whose loads are being summed.
         self._placed: list[tuple[Placement, Placement]] = []
-        info = _describe_stage(states, chunk_by_layer)
+        info = _describe_stage(states)
         recorded = None if config.record is None else folder
         self.stage = StageRecorder(info, recorded, group=first.rerouter.sources, collect=collect)
         self._metrics = StageMetrics(states, info, microbatches)
@@ -305,12 +303,11 @@ def _pads_experts_input(model: Any) -> bool:
     return bool(aligns or budget or pads)
 
 
-def _describe_stage(states: Sequence[LayerState], chunk_by_layer: Sequence[int]) -> RunInfo:
+def _describe_stage(states: Sequence[LayerState]) -> RunInfo:
     """Describe the run for the header of this stage.
 
     Args:
         states: states of the stage's layers.
-        chunk_by_layer: model chunk of each layer.
     """
     first = states[0]
     config = first.config
@@ -324,7 +321,7 @@ def _describe_stage(states: Sequence[LayerState], chunk_by_layer: Sequence[int])
         [state.name for state in states],
         shape=first.shape(num_microbatches() or 1),
         speeds=world.speeds,
-        memory=memory_sizes(memory, model, chunk_by_layer, buffers[0].dtype),
+        memory=memory_sizes(memory, model, [state.chunk for state in states], buffers[0].dtype),
         num_experts=max(state.parts.homes_only.num_experts for state in states),
         ranks=world.num_ranks,
         node=tuple(world.node),

@@ -45,12 +45,10 @@ class KnownRoutes:
 
     Args:
         states: states of all layers, in the order of the forward.
-        chunk_by_layer: index of each layer's model chunk.
     """
 
-    def __init__(self, states: Sequence[LayerState], chunk_by_layer: Sequence[int]) -> None:
+    def __init__(self, states: Sequence[LayerState]) -> None:
         self.states = states
-        self._chunk_by_layer = chunk_by_layer
         # Stored, because lookups of submodules are slow.
         self._routers: list[Module] = [state.parts.layer.router for state in states]
         # Tokens of this rank in the next iteration by announced routes, [L, E], if any, and for
@@ -119,13 +117,12 @@ class KnownRoutes:
             microbatches: number of microbatches in the iteration; ``None`` if unknown.
         """
         state = self.states[index]
-        chunk = self._chunk_by_layer[index]
         # True if one plan serves all microbatches.
         serves_all = state.keeps_replicas
         is_planned = serves_all and (self.are_known[index] or state.current.number == iteration)
-        if index != self._chunk_by_layer.index(chunk) or is_planned or not state.config.slots:
+        if is_planned or not state.config.slots:
             return
-        states = self.states[index : index + self._chunk_by_layer.count(chunk)]
+        states = [layer for layer in self.states[index:] if layer.chunk == state.chunk]
         planned = (microbatches or 1) if serves_all else 1
         replayed = self._count_replayed(states, planned)
         for state, loads in zip(states, replayed, strict=True):

@@ -29,17 +29,15 @@ class Detector:
     Args:
         clock: clock of the model.
         returns: gradients of the model's replicas.
-        chunk_by_layer: index of each layer's model chunk.
+        chunks: model chunks that have MoE layers, in the order of the forward.
     """
 
-    def __init__(
-        self, clock: Clock, returns: GradientReturns, chunk_by_layer: Sequence[int]
-    ) -> None:
+    def __init__(self, clock: Clock, returns: GradientReturns, chunks: Sequence[int]) -> None:
         self._clock = clock
         self._returns = returns
-        self._chunk_by_layer = chunk_by_layer
+        self._first_chunk = chunks[0]
         # For each chunk, the schedule's call that ran its last forward.
-        self._calls: list[int | None] = [None] * (max(chunk_by_layer) + 1)
+        self._calls: list[int | None] = [None] * (max(chunks) + 1)
         # Each optimizer that has stepped, by its id, with the last iteration that had begun.
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         listen_to_steps(self)
@@ -56,7 +54,7 @@ class Detector:
             self._clock.weights_changed(chunk)
         self._calls[chunk] = call
         has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
-        if has_ddp or self._clock.is_told or self._stepped or chunk != self._chunk_by_layer[0]:
+        if has_ddp or self._clock.is_told or self._stepped or chunk != self._first_chunk:
             return call is not None
         # Without DDP and with an optimizer that is not torch's, nothing else ends an iteration.
         if self._clock.all_are_in and not self._returns.awaits_backward(self._clock.forwards):
@@ -80,7 +78,7 @@ class Detector:
                 "between calls, or write all of them on all ranks, or call "
                 "megatron_hecate.weights_changed(model) on all ranks after the writes"
             )
-        self._clock.weights_changed(self._chunk_by_layer[state.index])
+        self._clock.weights_changed(state.chunk)
 
     def gradients_wanted(self, chunk: int) -> None:
         """Return waiting gradients of ``chunk`` to their homes, before DDP reduces gradients."""

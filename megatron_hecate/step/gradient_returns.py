@@ -26,12 +26,10 @@ class GradientReturns:
 
     Args:
         states: states of all layers, in the order of the forward.
-        chunk_by_layer: index of each layer's model chunk.
     """
 
-    def __init__(self, states: Sequence[LayerState], chunk_by_layer: Sequence[int]) -> None:
+    def __init__(self, states: Sequence[LayerState]) -> None:
         self._states = states
-        self._chunk_by_layer = chunk_by_layer
         self.data_parallel: DataParallel | None = None
         # Replicas of all layers, as long as a backward may need them.
         self.live: weakref.WeakSet[Replicas] = weakref.WeakSet()
@@ -61,7 +59,7 @@ class GradientReturns:
         """
         if self.data_parallel is None or not state.in_schedule:
             return True
-        wants_gradients = self.data_parallel.wants_gradients(self._chunk_by_layer[state.index])
+        wants_gradients = self.data_parallel.wants_gradients(state.chunk)
         if (
             wants_gradients is False
             and self._guesses
@@ -79,7 +77,7 @@ class GradientReturns:
         waiting = [
             state.replicas
             for state in reversed(self._states)
-            if chunk in (None, self._chunk_by_layer[state.index])
+            if chunk in (None, state.chunk)
             and state.replicas is not None
             and state.replicas.is_accumulating
         ]

@@ -23,6 +23,7 @@ class LayerParts:
 
     Args:
         layer: Megatron's layer.
+        chunk: index of the layer's model chunk on this rank.
         homes_only: placement without replicas, as built by Megatron.
         physical_dispatcher: dispatcher over homes and replica slots.
         experts: the layer's experts as physical experts.
@@ -30,13 +31,14 @@ class LayerParts:
     """
 
     layer: MoELayer
+    chunk: int
     homes_only: Placement
     physical_dispatcher: MoETokenDispatcher
     experts: PhysicalExperts
     passes: int
 
     @classmethod
-    def build(cls, layer: MoELayer, *, slots: int, passes: int) -> LayerParts:
+    def build(cls, layer: MoELayer, *, chunk: int, slots: int, passes: int) -> LayerParts:
         """Build the parts of ``layer``.
 
         Raises:
@@ -48,6 +50,7 @@ class LayerParts:
         )
         return cls(
             layer=layer,
+            chunk=chunk,
             homes_only=homes_only,
             physical_dispatcher=physical_dispatcher(
                 layer.token_dispatcher, homes_only.slots_per_rank

@@ -45,7 +45,6 @@ class LayerPlanner:
 
     Args:
         states: states of all layers, in the order of the forward.
-        chunk_by_layer: index of each layer's model chunk.
         clock: clock of the model.
         routes: loads that are known before the forward.
         meter: measured times on which the ranks have agreed.
@@ -54,7 +53,6 @@ class LayerPlanner:
     def __init__(
         self,
         states: Sequence[LayerState],
-        chunk_by_layer: Sequence[int],
         *,
         clock: Clock,
         routes: RoutesForecast,
@@ -64,12 +62,12 @@ class LayerPlanner:
         # True if the running iteration has no replicas.
         self.is_paused = False
         self._states = states
-        self._chunk_by_layer = chunk_by_layer
         self._clock = clock
         self._routes = routes
         self._meter = meter
+        chunks = [state.chunk for state in states]
         # Index of each chunk's first layer.
-        self._first_layers = {chunk_by_layer.index(chunk) for chunk in chunk_by_layer}
+        self._first_layers = {chunks.index(chunk) for chunk in chunks}
 
     def begin_iteration(self) -> None:
         """Decide whether the iteration has replicas at all.
@@ -98,18 +96,15 @@ class LayerPlanner:
             return
         num_planned = 1 if is_alone else PLANNED_TOGETHER
         for state in self._states[index : index + num_planned]:
-            if (
-                self._chunk_by_layer[state.index] == self._chunk_by_layer[index]
-                and state.current.number != iteration
-            ):
+            if state.chunk == self._states[index].chunk and state.current.number != iteration:
                 with trace.span("plan", state.name):
                     state.set_placement(self._plan(state, forecast), iteration)
 
     def _plan(self, state: LayerState, forecast: np.ndarray | None) -> Placement:
         if self.is_paused:
             return state.homes
-        if self._clock.is_repeated and state.last_planned is not None:
-            return state.last_planned
+        if self._clock.is_repeated and (repeated := state.repeated_placement()) is not None:
+            return repeated
         layer_forecast, microbatches = self._routes.forecast(
             state, forecast, self._clock.microbatches or 1
         )

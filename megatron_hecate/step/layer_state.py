@@ -22,7 +22,7 @@ from megatron_hecate.comm.transport import TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.megatron.cuda_graphs import holds_preprocess
 from megatron_hecate.megatron.dispatcher import CountedAlltoAll
-from megatron_hecate.megatron.forward_pass import NO_ITERATION, ForwardPass, LayerIteration
+from megatron_hecate.megatron.forward_pass import ForwardPass, LayerIteration
 from megatron_hecate.megatron.rules import SettingSources
 from megatron_hecate.megatron.training_state import Forward, name_of_layer
 from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
@@ -68,6 +68,7 @@ class LayerState(Uncopied):
         layer = parts.layer
         self.parts = parts
         self.index = index
+        self.chunk = parts.chunk
         self.config = config
         self.world = world
         self.transport = transport
@@ -109,8 +110,10 @@ class LayerState(Uncopied):
         # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
         # a thread without the schedule's stack.
         self.in_schedule = True
-        # Placement planned in the last iteration, where homes are the same; ``None`` without one.
-        self.last_planned: Placement | None = None
+        # Placements of the running iteration and of the last one: one each, or one for each
+        # microbatch whose loads are known.
+        self._placements: list[Placement] = []
+        self._last_placements: list[Placement] = []
         # Replicas of the microbatches whose backward has not run, one entry per pass, oldest first:
         # Megatron's schedules preserve the order.
         self._in_flight: deque[Replicas | None] = deque()
@@ -223,7 +226,8 @@ class LayerState(Uncopied):
             )
 
     def set_placement(self, placement: Placement, iteration: int) -> None:
-        """Set the placement of a new iteration."""
+        """Set the placement of a new iteration, or of its next microbatch."""
+        self._placements.append(placement)
         self.current = LayerIteration(placement, placement, iteration, self._transfers(placement))
 
     def extend_placement(self, placement: Placement) -> None:
@@ -267,9 +271,10 @@ class LayerState(Uncopied):
         """
         self.homes = homes
         self.always_physical = True
-        # A placement with the old homes cannot be repeated.
-        self.last_planned = None
-        self.set_placement(homes, NO_ITERATION)
+        self.current = LayerIteration(homes, homes)
+        # Placements with the old homes cannot be repeated.
+        self._placements = []
+        self._last_placements = []
 
     def replicas_of(self, purpose: Forward) -> Replicas | None:
         """Return the replicas of a forward.
@@ -311,6 +316,11 @@ class LayerState(Uncopied):
         """True if the backward of a microbatch with replicas of its own has not run."""
         return any(replicas is not None for replicas in self._in_flight)
 
+    def repeated_placement(self) -> Placement | None:
+        """Return the placement of the last iteration at this point, if there was one."""
+        index = len(self._placements)
+        return self._last_placements[index] if index < len(self._last_placements) else None
+
     def skip_stock_backward(self) -> bool:
         """Return whether the oldest microbatch ran stock code, and forget it then.
 
@@ -339,8 +349,9 @@ class LayerState(Uncopied):
         if self._delays_wgrad:
             self.parts.experts.drop_delayed()
             self.parts.experts.unsettled = None
+        self._last_placements = self._placements
+        self._placements = []
         last = self.current
-        self.last_planned = None if last.number == NO_ITERATION else last.planned
         self.current = LayerIteration(last.placement, last.planned)
         self.joined_homes = None
         self.end_forward()

@@ -56,24 +56,20 @@ class Prefetcher(Uncopied, StepEvents):
 
     Args:
         states: states of all layers, in the order of the forward.
-        chunk_by_layer: index of each layer's model chunk.
         routes: loads that are known before the forward.
     """
 
-    def __init__(
-        self, states: Sequence[LayerState], chunk_by_layer: Sequence[int], routes: RoutesForecast
-    ) -> None:
+    def __init__(self, states: Sequence[LayerState], routes: RoutesForecast) -> None:
         self.states = states
-        self.chunk_by_layer = chunk_by_layer
         # Stored, because lookups of submodules are slow.
         self._experts: list[Module] = [state.parts.layer.experts for state in states]
         # States of each chunk's layers, and for each layer the states of the next layers in the
         # chunk that are prefetched with it.
-        self._states_of: list[list[LayerState]] = [[] for _ in range(max(chunk_by_layer) + 1)]
-        for state, chunk in zip(states, chunk_by_layer, strict=True):
-            self._states_of[chunk].append(state)
+        self._chunks: dict[int, list[LayerState]] = {}
+        for state in states:
+            self._chunks.setdefault(state.chunk, []).append(state)
         self._ahead: list[Sequence[LayerState]] = []
-        for chunk_states in self._states_of:
+        for chunk_states in self._chunks.values():
             for place, state in enumerate(chunk_states, 1):
                 last = place + LIFETIMES[state.config.lifetime].ahead
                 self._ahead.append(chunk_states[place:last])
@@ -91,21 +87,19 @@ class Prefetcher(Uncopied, StepEvents):
             meter=self.meter,
             count_frozen=self._trained.count_frozen,
         )
-        self.returns = GradientReturns(states, chunk_by_layer)
+        self.returns = GradientReturns(states)
         self.clock = Clock(
             [state.parts.passes for state in states],
-            num_chunks=max(chunk_by_layer) + 1,
+            num_chunks=max(self._chunks) + 1,
             read_number=running_iteration,
         )
-        self.detector = Detector(self.clock, self.returns, chunk_by_layer)
+        self.detector = Detector(self.clock, self.returns, list(self._chunks))
         # Where homes may move.
         self.rehoming: Rehoming | None = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
         self.buffers = ModelBuffers(states)
-        self._planner = LayerPlanner(
-            states, chunk_by_layer, clock=self.clock, routes=self.routes, meter=self.meter
-        )
+        self._planner = LayerPlanner(states, clock=self.clock, routes=self.routes, meter=self.meter)
         self.late = LateReplicas(self._fetch, self._planner, self.clock)
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
         self.find_conflicts: Callable[[], list[str]] | None = list
@@ -116,15 +110,15 @@ class Prefetcher(Uncopied, StepEvents):
         # A recomputed forward, or a schedule's call of one layer, ends without `end_chunk`.
         self._break_off()
         training = chunk.training and self.gradients and torch._C._current_graph_task_id() == -1
-        if not training or chunk_index not in self.chunk_by_layer:
+        if not training or chunk_index not in self._chunks:
             return
-        first = self.chunk_by_layer.index(chunk_index)
+        first = self._chunks[chunk_index][0]
         self._enter_chunk(chunk_index)
-        experts = self._experts[first]
+        experts = self._experts[first.index]
         if not gathers_params(experts):
-            self.clock.begin_before(first)
-            self._prepare(self.states[first], is_alone=True)
-        elif self.states[first].config.slots:
+            self.clock.begin_before(first.index)
+            self._prepare(first, is_alone=True)
+        elif first.config.slots:
             self.buffers.pool()
             start_gathers(experts)
 
@@ -148,10 +142,8 @@ class Prefetcher(Uncopied, StepEvents):
             state.fetch_again()
         elif purpose is Forward.MICROBATCH:
             # If no forward of the chunk runs, the schedule calls its layers one by one.
-            if self.gradients is None and index == self.chunk_by_layer.index(
-                self.chunk_by_layer[index]
-            ):
-                self._enter_chunk(self.chunk_by_layer[index])
+            if self.gradients is None and state is self._chunks[state.chunk][0]:
+                self._enter_chunk(state.chunk)
             if self.clock.enter(index):
                 self.meter.attention(index, state.parts.experts.home(0)[0].device)
             self._prepare_from(index)
@@ -171,7 +163,7 @@ class Prefetcher(Uncopied, StepEvents):
             if torch.is_grad_enabled():
                 # A forward in `eval()` with gradients: its backward returns no gradients of
                 # replicas, and may be the last one before DDP reduces gradients.
-                self.returns.complete(self.chunk_by_layer[index])
+                self.returns.complete(state.chunk)
         elif purpose is Forward.RECOMPUTED:
             if not self._was_seen(state):
                 raise NotImplementedError(
@@ -214,7 +206,7 @@ class Prefetcher(Uncopied, StepEvents):
     def _enter_chunk(self, chunk: int) -> None:
         """Begin a forward of a model chunk."""
         in_schedule = self.detector.forward_begins(chunk)
-        for state in self._states_of[chunk]:
+        for state in self._chunks[chunk]:
             state.in_schedule = in_schedule
             if state.current.is_prepared:
                 state.drop_prepared()
@@ -244,7 +236,7 @@ class Prefetcher(Uncopied, StepEvents):
         if current.is_prepared or not state.keeps_replicas:
             return current.is_prepared
         clock = self.clock
-        epoch = clock.epochs[self.chunk_by_layer[state.index]]
+        epoch = clock.epochs[state.chunk]
         return current.number == clock.iteration and current.fetched_epoch == epoch
 
     def _prepare(self, state: LayerState, *, is_alone: bool = False) -> None:
@@ -267,17 +259,16 @@ class Prefetcher(Uncopied, StepEvents):
         is_first = current.fetched_epoch is None
         # Weights change between two passes of a microbatch only if its forward was aborted.
         is_later_pass = state.parts.passes > 1 and self.clock.is_within_microbatch(state.index)
-        chunk = self.chunk_by_layer[state.index]
         epochs = self.clock.epochs
-        is_current = current.fetched_epoch == epochs[chunk]
+        is_current = current.fetched_epoch == epochs[state.chunk]
         if is_current and not is_later_pass and current.transfers is not None:
             # begins another epoch if they were written
             self.detector.note_writes(state)
-            is_current = current.fetched_epoch == epochs[chunk]
+            is_current = current.fetched_epoch == epochs[state.chunk]
         if is_current and (state.keeps_replicas or is_later_pass):
             return
         if not is_current:
-            current.fetched_epoch = epochs[chunk]
+            current.fetched_epoch = epochs[state.chunk]
             state.renew_transfers()
         if state.keeps_replicas and not is_first:
             if current.replicas is not None and current.transfers is not None:
@@ -314,7 +305,7 @@ class Prefetcher(Uncopied, StepEvents):
         """Fetch dropped replicas again, and prefetch the previous layer's."""
         replicas.start()
         previous = replicas.slots.index - 1
-        if previous >= 0 and self.chunk_by_layer[previous] == self.chunk_by_layer[previous + 1]:
+        if previous >= 0 and self.states[previous].chunk == self.states[previous + 1].chunk:
             self.states[previous].fetch_again()
 
     def iteration_begins(self, iteration: int) -> None:

@@ -88,7 +88,7 @@ def attach(
         homes_group: group in which experts change homes; ``None`` without rehoming.
         folder: folder of the record, if there is one.
     """
-    prefetcher = Prefetcher(states, model.chunk_by_layer, KnownRoutes(states, model.chunk_by_layer))
+    prefetcher = Prefetcher(states, KnownRoutes(states))
     clock = prefetcher.clock
     if homes_group is not None:
         prefetcher.rehoming = _rehoming(states, homes_group, prefetcher)
@@ -96,7 +96,6 @@ def attach(
         states,
         prefetcher.meter,
         folder=folder,
-        chunk_by_layer=model.chunk_by_layer,
         collect=prefetcher.monitor.collect_ready,
         microbatches=lambda: clock.microbatches or 1,
     )

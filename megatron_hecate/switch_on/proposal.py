@@ -137,15 +137,16 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
     with collect(problems):
         passes = training_state.passes_per_microbatch(model.layers, model.chunks)
         refused: dict[str, list[int]] = {}
-        for layer, times in zip(model.layers, passes, strict=True):
+        layers = zip(model.layers, model.chunk_by_layer, passes, strict=True)
+        for layer, chunk, times in layers:
             layer_problems: list[str] = []
             with collect(layer_problems):
-                parts.append(LayerParts.build(layer, slots=config.slots, passes=times))
+                parts.append(LayerParts.build(layer, chunk=chunk, slots=config.slots, passes=times))
             for text in layer_problems:
                 refused.setdefault(text, []).append(layer.layer_number)
         for text, numbers in refused.items():
-            layers = "layer" if len(numbers) == 1 else "layers"
-            problems.append(f"{layers} {format_ranks(numbers)}: {text}")
+            label = "layer" if len(numbers) == 1 else "layers"
+            problems.append(f"{label} {format_ranks(numbers)}: {text}")
     experts = {part.homes_only.num_experts for part in parts}
     if config.rehome and len(experts) > 1:
         problems.append(
