@@ -16,6 +16,9 @@ GROUPED_ONLY = (
 )
 
 
+Condition = Callable[["SettingSources"], bool]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """Rule for a setting that FSSDP does not combine with.
@@ -23,8 +26,10 @@ class Rule:
     Args:
         setting: field of ``TransformerConfig``, or argument of ``megatron.training``.
         why: reason, as it stands in the error.
-        instead: supported value.
-        unsupported: predicate over all settings; by default, whether `setting` is switched on.
+        instead: supported value; of a number, the largest one.
+        known: names of all supported values of a setting that has names.
+        when: condition over all settings under which the rule holds; ``None`` for always.
+        unsupported: predicate over all settings in place of `instead`, `known` and `when`.
         prefix: prefix of the setting in Bridge's configuration.
         flag: flag of ``megatron.training`` if named otherwise; empty if there is none.
         hint: text after the override for Bridge's command line.
@@ -34,7 +39,9 @@ class Rule:
     setting: str
     why: str
     instead: Any = False
-    unsupported: Callable[[SettingSources], bool] | None = None
+    known: tuple[str, ...] = ()
+    when: Condition | None = None
+    unsupported: Condition | None = None
     prefix: str = "model."
     flag: str | None = None
     hint: str = ""
@@ -44,7 +51,15 @@ class Rule:
         """Return whether the rule refuses ``settings``."""
         if self.unsupported is not None:
             return self.unsupported(settings)
-        return is_set(settings[self.setting])
+        value = settings[self.setting]
+        is_refused = is_set(value)
+        if self.known:
+            # in some versions an enumerator, or a data type
+            name = str(getattr(value, "value", value)).removeprefix("torch.")
+            is_refused = is_refused and name not in self.known
+        elif type(self.instead) is int:
+            is_refused = (value or 0) > self.instead
+        return is_refused and (self.when is None or self.when(settings))
 
     @property
     def way_out(self) -> str:

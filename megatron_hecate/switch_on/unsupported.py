@@ -9,59 +9,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from megatron_hecate.megatron.cuda_graphs import WITH_REPLICAS, captured_parts, holds_preprocess
 from megatron_hecate.megatron.rules import GROUPED_ONLY, Rule, SettingSources, is_set
 
 
-def _more_than_one(setting: str) -> Callable[[SettingSources], bool]:
-    return lambda settings: (settings[setting] or 1) > 1
+def _graphs_hold_experts(settings: SettingSources) -> bool:
+    """Whether CUDA graphs may hold experts, so that no fetch fits."""
+    parts = captured_parts(settings)
+    return parts is None or not parts <= WITH_REPLICAS
 
 
-def _graphs_hold_experts(setting: str) -> Callable[[SettingSources], bool]:
-    """Make a predicate: ``setting`` switches on graphs that may hold experts, so no fetch fits."""
-
-    def unsupported(settings: SettingSources) -> bool:
-        parts = captured_parts(settings)
-        return is_set(settings[setting]) and (parts is None or not parts <= WITH_REPLICAS)
-
-    return unsupported
+def _moves_homes(settings: SettingSources) -> bool:
+    return (settings["moe_fssdp_rehome"] or 0) > 0
 
 
-def _moves_scaled(setting: str) -> Callable[[SettingSources], bool]:
-    """Make a predicate: homes move, and ``setting`` is a dtype that needs scales, or its name."""
-    scaled = _unknown(setting, ("fp32", "bf16", "float32", "bfloat16"))
-    return lambda settings: (settings["moe_fssdp_rehome"] or 0) > 0 and scaled(settings)
+def _runs_primus_kernels(settings: SettingSources) -> bool:
+    return settings["enable_primus_turbo"] is not False
 
 
-def _replaces_experts(setting: str, *, limit: int = 0) -> Callable[[SettingSources], bool]:
-    """Make a predicate: Primus' ``setting`` is above ``limit``, and its kernels are not off."""
-    return lambda settings: (
-        (settings[setting] or 0) > limit and settings["enable_primus_turbo"] is not False
-    )
-
-
-def _recipe(value: Any, default: str = "delayed") -> str:
-    """Return the name of a recipe, in some versions an enumerator, or Megatron's ``default``."""
-    return str(getattr(value, "value", value) or default)
-
-
-def _unknown(setting: str, supported: tuple[str, ...]) -> Callable[[SettingSources], bool]:
-    """Make a predicate: ``setting`` has a value that is neither ``supported`` nor its default."""
-
-    def unsupported(settings: SettingSources) -> bool:
-        value = settings[setting]
-        name = str(getattr(value, "value", value)).removeprefix("torch.")
-        return is_set(value) and name not in supported
-
-    return unsupported
-
-
-def _unknown_backend(settings: SettingSources) -> bool:
-    is_flex = settings["moe_token_dispatcher_type"] == "flex"
-    return is_flex and _unknown("moe_flex_dispatcher_backend", BACKENDS)(settings)
+def _is_flex(settings: SettingSources) -> bool:
+    return settings["moe_token_dispatcher_type"] == "flex"
 
 
 # Values that our code was written for and tested with. Another value, of a later Megatron, is
@@ -77,7 +46,6 @@ _PRIMUS = (
     "Primus replaces Megatron's experts, dispatchers or MoE layers by its own, which have no "
     "replicas"
 )
-_FP8_RECIPES = ("mxfp8", "tensorwise", "blockwise")
 WITH_SLOTS = (
     Rule(
         "expert_model_parallel_size",
@@ -91,7 +59,7 @@ WITH_SLOTS = (
         "NCCL EP sends dropped tokens to arbitrary experts, and so to an empty slot",
         instead=None,
         unsupported=lambda settings: (
-            settings["moe_token_dispatcher_type"] == "flex"
+            _is_flex(settings)
             and settings["moe_flex_dispatcher_backend"] == "ncclep"
             and float(settings["moe_expert_capacity_factor"] or -1) > 0
         ),
@@ -100,11 +68,7 @@ WITH_SLOTS = (
         "moe_pad_expert_input_to_capacity",
         "replicas take no padding, so the host waits for token counts inside the part that a CUDA "
         "graph of moe_preprocess captures",
-        unsupported=lambda settings: (
-            is_set(settings["moe_pad_expert_input_to_capacity"])
-            and settings["moe_token_dispatcher_type"] != "flex"
-            and holds_preprocess(settings)
-        ),
+        when=lambda settings: not _is_flex(settings) and holds_preprocess(settings),
     ),
 )
 MODEL = (
@@ -112,27 +76,28 @@ MODEL = (
         "moe_token_dispatcher_type",
         f"replicas were tested with the dispatchers {', '.join(DISPATCHERS)}",
         instead="alltoall",
-        unsupported=_unknown("moe_token_dispatcher_type", DISPATCHERS),
+        known=DISPATCHERS,
     ),
     Rule(
         "moe_flex_dispatcher_backend",
         "each backend reads probabilities and sizes its buffers in its own way; "
         f"known are {', '.join(BACKENDS)}",
         instead="hybridep",
-        unsupported=_unknown_backend,
+        known=BACKENDS,
+        when=_is_flex,
     ),
     Rule(
         "moe_router_score_function",
         "DeepEP and NCCL EP find a token's experts by positive probabilities, which the known "
         "functions return: softmax, sigmoid and sqrtsoftplus",
         instead="softmax",
-        unsupported=_unknown("moe_router_score_function", ("softmax", "sigmoid", "sqrtsoftplus")),
+        known=("softmax", "sigmoid", "sqrtsoftplus"),
     ),
     Rule(
         "moe_router_dtype",
         "kernels that reroute tokens read probabilities in fp32, fp64 and the model's own dtype",
         instead="fp32",
-        unsupported=_unknown("moe_router_dtype", ("fp32", "fp64", "float32", "float64")),
+        known=("fp32", "fp64", "float32", "float64"),
     ),
     Rule(
         "fp8_recipe",
@@ -140,7 +105,10 @@ MODEL = (
         "custom quantizers are unknown",
         instead="mxfp8",
         unsupported=lambda settings: (
-            is_set(settings["fp8"]) and _recipe(settings["fp8_recipe"]) not in _FP8_RECIPES
+            # without a name it is Megatron's default, "delayed"
+            is_set(settings["fp8"])
+            and getattr(settings["fp8_recipe"], "value", settings["fp8_recipe"])
+            not in ("mxfp8", "tensorwise", "blockwise")
         ),
         way="set mixed_precision=bf16_with_mxfp8_mixed, bf16_with_fp8_current_scaling_mixed or "
         "bf16_with_fp8_subchannel_scaling_mixed, "
@@ -150,9 +118,8 @@ MODEL = (
         "fp4_recipe",
         "quantizers other than nvfp4's are unknown",
         instead="nvfp4",
-        unsupported=lambda settings: (
-            is_set(settings["fp4"]) and _recipe(settings["fp4_recipe"], "nvfp4") != "nvfp4"
-        ),
+        known=("nvfp4",),
+        when=lambda settings: is_set(settings["fp4"]),
         way="set mixed_precision=bf16_with_nvfp4_mixed or --fp4-recipe nvfp4",
     ),
     Rule(
@@ -175,31 +142,22 @@ MODEL = (
         "overlap_dispatch_backward_with_experts_wgrad",
         "Megatron reads gradients of experts before their computation, unless "
         "gradient_accumulation_fusion is on, and add_bias_linear and overlap_grad_reduce are off",
-        unsupported=lambda settings: (
-            is_set(settings["overlap_dispatch_backward_with_experts_wgrad"])
-            and (
-                settings["gradient_accumulation_fusion"] is False
-                or is_set(settings["add_bias_linear"])
-                or is_set(settings["overlap_grad_reduce"])
-            )
+        when=lambda settings: (
+            settings["gradient_accumulation_fusion"] is False
+            or is_set(settings["add_bias_linear"])
+            or is_set(settings["overlap_grad_reduce"])
         ),
     ),
-    Rule(
+    *(
         # new in 0.20
-        "moe_dispatch_fwd_dtype",
-        "tokens are dispatched to replicas in bf16 only",
-        instead="bf16",
-        unsupported=lambda settings: settings["moe_dispatch_fwd_dtype"] not in (None, "bf16"),
-    ),
-    Rule(
-        # new in 0.20
-        "moe_combine_bwd_dtype",
-        "gradients of tokens are sent to replicas in bf16 only",
-        instead="bf16",
-        unsupported=lambda settings: settings["moe_combine_bwd_dtype"] not in (None, "bf16"),
+        Rule(name, f"{tokens} in bf16 only", instead="bf16", known=("bf16",))
+        for name, tokens in (
+            ("moe_dispatch_fwd_dtype", "tokens are dispatched to replicas"),
+            ("moe_combine_bwd_dtype", "gradients of tokens are sent to replicas"),
+        )
     ),
     *(
-        Rule(name, _GRAPHS, instead=instead, unsupported=_graphs_hold_experts(name))
+        Rule(name, _GRAPHS, instead=instead, when=_graphs_hold_experts)
         for name, instead in (
             ("cuda_graph_impl", "none"),
             ("enable_cuda_graph", False),
@@ -209,22 +167,20 @@ MODEL = (
     Rule(
         "moe_paged_stash",
         "the paged stash of fused operators was never tested with replicas",
-        unsupported=lambda settings: (
-            is_set(settings["moe_paged_stash"])
-            and is_set(settings["use_transformer_engine_op_fuser"])
-        ),
+        when=lambda settings: is_set(settings["use_transformer_engine_op_fuser"]),
     ),
-    Rule("moe_single_grouped_weight", "one tensor for all experts has no room for replicas"),
-    Rule("moe_single_grouped_bias", "one tensor for all experts has no room for replicas"),
+    *(
+        Rule(name, "one tensor for all experts has no room for replicas")
+        for name in ("moe_single_grouped_weight", "moe_single_grouped_bias")
+    ),
     Rule(
         # New in 0.20. The op fuser sets it, and then runs the same operators over one weight per
         # expert as before.
         "moe_use_grouped_tensor",
         "quantized modules over grouped tensors were never tested with replicas, unlike "
         "TransformerEngine's operators",
-        unsupported=lambda settings: (
-            is_set(settings["moe_use_grouped_tensor"])
-            and not is_set(settings["use_transformer_engine_op_fuser"])
+        when=lambda settings: (
+            not is_set(settings["use_transformer_engine_op_fuser"])
             and any(is_set(settings[name]) for name in ("fp8", "fp4", "quant_recipe"))
         ),
         hint=" or model.use_transformer_engine_op_fuser=true",
@@ -253,7 +209,7 @@ MODEL = (
         "moe_router_topk_mode",
         "a number of experts that differs by token was never tested with replicas",
         instead="topk",
-        unsupported=_unknown("moe_router_topk_mode", ("topk",)),
+        known=("topk",),
     ),
     Rule("mxfp8_2d_quantization", "weights in square blocks were never tested with replicas"),
     *(
@@ -264,7 +220,6 @@ MODEL = (
         "mlp_chunks_for_training",
         "a layer that runs several times per microbatch cannot count microbatches",
         instead=1,
-        unsupported=_more_than_one("mlp_chunks_for_training"),
     ),
     Rule(
         "cpu_offloading",
@@ -272,29 +227,22 @@ MODEL = (
         flag="",
         hint=" and model.cpu_offloading_num_layers=0 or leave out --cpu-offloading-num-layers",
     ),
-    Rule(
-        "gtp_weight_remat_size",
-        "expert weights are sharded already",
-        instead=1,
-        unsupported=_more_than_one("gtp_weight_remat_size"),
-        flag="",
-        hint=" and model.tensor_parallel_num_weight_shards=null or leave out "
-        "--tensor-parallel-num-weight-shards",
-    ),
-    Rule(
-        "expert_gtp_weight_remat_size",
-        "expert weights are sharded already",
-        instead=1,
-        unsupported=_more_than_one("expert_gtp_weight_remat_size"),
-        flag="",
-        hint=" and model.expert_tensor_parallel_num_weight_shards=null or leave out "
-        "--expert-tensor-parallel-num-weight-shards",
+    *(
+        Rule(
+            f"{prefix}gtp_weight_remat_size",
+            "expert weights are sharded already",
+            instead=1,
+            flag="",
+            hint=f" and model.{prefix}tensor_parallel_num_weight_shards=null or leave out "
+            f"--{flag}tensor-parallel-num-weight-shards",
+        )
+        for prefix, flag in (("", ""), ("expert_", "expert-"))
     ),
     Rule(
         "transformer_impl",
         "FSSDP supports training with modules of transformer_engine or local ones",
         instead="transformer_engine",
-        unsupported=_unknown("transformer_impl", ("local", "transformer_engine")),
+        known=("local", "transformer_engine"),
     ),
     Rule("restore_modelopt_state", "ModelOpt replaces the experts' linears by its own", flag=""),
 )
@@ -305,9 +253,7 @@ JOB = (
         "captures",
         instead=0,
         way="set model.moe_fssdp_late_replicas=0 or --moe-fssdp-late-replicas 0",
-        unsupported=lambda settings: (
-            (settings["moe_fssdp_late_replicas"] or 0) > 0 and holds_preprocess(settings)
-        ),
+        when=holds_preprocess,
     ),
     *(
         Rule(
@@ -315,7 +261,8 @@ JOB = (
             "optimizer state that TransformerEngine stores with one scale per shard cannot move "
             "with experts",
             instead="fp32",
-            unsupported=_moves_scaled(name),
+            known=("fp32", "bf16", "float32", "bfloat16"),
+            when=_moves_homes,
             way="set model.moe_fssdp_rehome=0, --moe-fssdp-rehome 0 "
             f"or --{name.replace('_', '-')} fp32",
         )
@@ -326,10 +273,8 @@ JOB = (
         "each rank saves its own experts in this format, also after a move (moe_fssdp_rehome)",
         instead="torch_dist",
         prefix="checkpoint.",
-        unsupported=lambda settings: (
-            (settings["moe_fssdp_rehome"] or 0) > 0
-            and settings["ckpt_format"] not in (None, "torch_dist")
-        ),
+        known=("torch_dist",),
+        when=_moves_homes,
     ),
     Rule(
         "use_megatron_fsdp",
@@ -346,7 +291,7 @@ JOB = (
         Rule(
             name,
             _PRIMUS,
-            unsupported=_replaces_experts(name),
+            when=_runs_primus_kernels,
             way=f"set {name}=false or enable_primus_turbo=false",
         )
         for name in ("use_turbo_grouped_gemm", "use_turbo_deepep", "use_turbo_mega_moe")
@@ -356,7 +301,7 @@ JOB = (
         "turbo_sync_free_moe_stage",
         _PRIMUS,
         instead=1,
-        unsupported=_replaces_experts("turbo_sync_free_moe_stage", limit=1),
+        when=_runs_primus_kernels,
         way="set turbo_sync_free_moe_stage=1 or enable_primus_turbo=false",
     ),
     Rule(

@@ -115,9 +115,14 @@ def judge(sources: Sequence[Source]) -> Verdict:
     refusals: dict[str, str] = {}
     names: set[str] = set()
     for rule in unsupported.rules_for(config.slots):
+        condition = _Settings(*sources)
+        holds = rule.when is None or rule.when(condition)
         settings = _Settings(*sources)
         is_refused = _is_refused(rule, settings, values[rule.setting])
-        names |= {rule.setting, *settings.values}
+        names |= {rule.setting, *condition.values, *settings.values}
+        # a value that is unknown decides nothing if the condition does not hold
+        if not holds and not condition.unknowns:
+            continue
         if settings.unknowns:
             unknowns |= settings.unknowns
         elif is_refused:
