@@ -26,7 +26,6 @@ from megatron_hecate.switch_on.attach import Chunks, Model, attach
 from megatron_hecate.switch_on.entry import marks, num_chunks
 from megatron_hecate.switch_on.proposal import Proposal
 from megatron_hecate.switch_on.request import REQUEST
-from megatron_hecate.switch_on.summary import print_summary
 
 
 # With slots, because Bridge copies the contents of a model's configuration and sets attributes.
@@ -75,7 +74,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
     else:
         JobMetrics(())
     if dist.get_rank() == 0:
-        print_summary(notes, resolved, proposal.speeds, proposal.connection)
+        proposal.print_summary(notes, resolved)
         if folder != config.folder:
             text = f"another model has {config.folder}; the folder of this one is {folder}"
             print(f"FSSDP: {text}", flush=True)

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import socket
 from itertools import chain
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_hecate.comm.agreement import Note, format_ranks
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.problems import collect
 from megatron_hecate.config import HecateConfig
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.homes.compiling import compile_home_planner
 from megatron_hecate.megatron import assumptions, foreign_code, training_state
-from megatron_hecate.plan import Speeds
+from megatron_hecate.nvlink.program import compile_programs
+from megatron_hecate.plan import H100, Speeds, compile_planner
 from megatron_hecate.record.observe import read_speeds
 from megatron_hecate.replicas.buffers import LIFETIMES
-from megatron_hecate.replicas.memory_estimate import ExpertMemory, RankMemory
+from megatron_hecate.replicas.memory_estimate import ExpertMemory, JobMemory, RankMemory
 from megatron_hecate.step.layer import FSSDPLayer
 from megatron_hecate.step.layer_parts import LayerParts
 from megatron_hecate.switch_on import unsupported, wrappers
 from megatron_hecate.switch_on.attach import Model
-from megatron_hecate.switch_on.compiling import compile_all, compile_transfers
 from megatron_hecate.switch_on.connect import Connection, connect
-from megatron_hecate.switch_on.summary import job_memory, summarize_layers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,8 @@ class Proposal:
             config.transport, groups, problems, timeout=config.timeout, nccl_ctas=config.nccl_ctas
         )
         if connection.name == "nvlink" and config.slots:
-            problems += compile_transfers()
+            with collect(problems, "transfers cannot be compiled"):
+                compile_programs(_notice)
         return cls(model, config, parts, speeds, connection, problems)
 
     @property
@@ -99,7 +103,7 @@ class Proposal:
         slots = self.config.slots
         if self.parts:
             with collect(self.problems):
-                summary = summarize_layers(self.parts, self.config)
+                summary = _summarize_layers(self.parts, self.config)
                 if not self.problems:
                     memory = _estimate_memory(
                         self.parts, self.model, config=self.config, connection=self.connection
@@ -120,6 +124,33 @@ class Proposal:
             rounds=rounds,
         )
 
+    def print_summary(self, notes: list[Note], resolved: HecateConfig) -> None:
+        """Print the settings of the job and the memory of every rank, on rank 0.
+
+        Args:
+            notes: notes of all ranks.
+            resolved: settings, with lifetime and transport resolved.
+        """
+        num_layers = len(set(chain.from_iterable(note.layers for note in notes)))
+        summary = next(note.summary for note in notes if note.summary)
+        why = f" ({self.connection.why})" if self.connection.why else ""
+        late = ""
+        if resolved.late_replicas:
+            late = f", at most {resolved.late_replicas} late replicas per layer"
+        measured = resolved.speeds or ("an H100 node" if self.speeds is H100 else "CPU ranks")
+        lines = [
+            f"FSSDP on: {num_layers} MoE layers, {summary}, lifetime {resolved.lifetime}, "
+            f"transport {resolved.transport}{why}{late}, cost model with the speeds of {measured}"
+        ]
+        if resolved.slots:
+            lines.append(_job_memory(notes).describe(resolved.lifetime))
+        if self.connection.exposed:
+            lines.append(f"FSSDP: {self.connection.exposed}")
+            rounds = next((note.rounds for note in notes if note.rounds), "")
+            if rounds and self.connection.name == P2P.name:
+                lines.append(f"FSSDP: {rounds}")
+        print("\n".join(lines), flush=True)
+
 
 def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> list[LayerParts]:
     """Build the parts of all layers without changing a layer; append to ``problems``."""
@@ -130,7 +161,7 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
             problems += foreign_code.find_foreign_layers(model.chunks)
             problems += _find_shared_experts(model)
         if not problems:
-            problems += compile_all(config)
+            _compile(config, problems)
     if problems:
         return []
     parts: list[LayerParts] = []
@@ -154,6 +185,27 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
             "layers only"
         )
     return parts
+
+
+def _compile(config: HecateConfig, problems: list[str]) -> None:
+    """Compile the kernels, and what ``config`` needs of the planner; append to ``problems``.
+
+    A rank on which this fails in the first forward would leave all others waiting there.
+    """
+    with collect(problems, "planning cannot be compiled"):
+        if config.slots or config.rehome:
+            compile_planner(_notice, late=bool(config.late_replicas))
+        if config.rehome:
+            compile_home_planner(_notice)
+    with collect(problems, f"{socket.gethostname()}: the kernels cannot be compiled"):
+        Kernels(device_of_rank())
+
+
+def _notice() -> None:
+    """Print on rank 0 why the job does not begin yet."""
+    if dist.get_rank() == 0:
+        text = "compiling, for less than a minute; megatron-hecate check compiles ahead"
+        print(f"FSSDP: {text}", flush=True)
 
 
 def _find_unsupported(model: Model, config: HecateConfig) -> list[str]:
@@ -180,6 +232,16 @@ def _find_shared_experts(model: Model) -> list[str]:
         for names in layers_with.values()
         if len(names) > 1
     ]
+
+
+def _summarize_layers(parts: list[LayerParts], config: HecateConfig) -> str:
+    """Describe the layers of this rank for the first line of `Proposal.print_summary`."""
+    experts = parts[0].homes_only.num_experts
+    ranks = len(parts[0].ranks)
+    text = f"{experts} experts over {ranks} ranks, {config.slots} slots per rank and layer"
+    if config.rehome:
+        text += f", search for better homes every {config.rehome} iterations"
+    return text
 
 
 def _estimate_memory(
@@ -223,7 +285,7 @@ def validate_job(
     Returns:
         Problems of the job, and the lifetime.
     """
-    memory = job_memory(notes)
+    memory = _job_memory(notes)
     lifetime = memory.choose_lifetime(config.lifetime)
     replica_bytes = {
         rank: estimate.by_lifetime[lifetime].replicas for rank, estimate in memory.ranks.items()
@@ -233,3 +295,10 @@ def validate_job(
     if too_large is not None:
         problems.append(too_large)
     return problems, lifetime
+
+
+def _job_memory(notes: list[Note]) -> JobMemory:
+    """Collect the memory of all ranks with MoE layers."""
+    return JobMemory(
+        {rank: RankMemory.parse(note.memory) for rank, note in enumerate(notes) if note.memory}
+    )
