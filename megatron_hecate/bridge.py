@@ -31,9 +31,10 @@ from megatron_hecate.config import HecateConfig, fssdp_arguments
 from megatron_hecate.enable import wrap
 from megatron_hecate.homes.converters import restore_homes_before_libraries
 from megatron_hecate.megatron import assumptions
-from megatron_hecate.record.loggers import log_scalars
+from megatron_hecate.record.job_metrics import PATIENCE, JobMetrics, log_scalars
+from megatron_hecate.record.layer_recorder import LayerRecorder
 from megatron_hecate.record.metrics import summarize
-from megatron_hecate.record.recorder import PATIENCE, JobMetrics, StageRecorder
+from megatron_hecate.record.observe import Observer
 from megatron_hecate.switch_on import unsupported
 from megatron_hecate.switch_on.request import REQUEST, settings_of
 
@@ -99,9 +100,9 @@ class Metrics(callbacks.Callback):
             metrics.interval = context.state.cfg.logger.tensorboard_log_interval
 
     def on_train_step_start(self, context: callbacks.CallbackContext) -> None:
-        if (recorder := _recorder(context.model)) is not None:
+        if (model := _recorded(context.model)) is not None:
             # number of finished iterations, which only this callback can see
-            recorder.running = context.state.train_state.step
+            model.clock.number = context.state.train_state.step
 
     def on_train_step_end(self, context: callbacks.CallbackContext) -> None:
         state = context.state
@@ -115,21 +116,21 @@ class Metrics(callbacks.Callback):
                 logger.log_metrics(values, step=step)
 
     def on_train_end(self, context: callbacks.CallbackContext) -> None:
-        if (recorder := _recorder(context.model)) is not None:
-            recorder.close()
+        if (model := _recorded(context.model)) is not None:
+            model.stage.close()
         if (metrics := JobMetrics.newest) is not None:
             metrics.stop(PATIENCE)
         self.on_train_step_end(context)
 
 
-def _recorder(chunks: list[Module]) -> StageRecorder | None:
-    """Return the recorder of this rank's pipeline stage, or ``None`` without MoE layers."""
+def _recorded(chunks: list[Module]) -> LayerRecorder | Observer | None:
+    """Return the recorder of this rank's layers, or ``None`` without MoE layers."""
     for chunk in chunks:
         for module in chunk.modules():
             if hasattr(module, "fssdp"):
-                return module.prefetcher.monitor.recorder.stage
+                return module.prefetcher.monitor.recorder
             if hasattr(module, "observer"):
-                return module.observer.stage
+                return module.observer
     return None
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron_hecate.megatron.training_state import captures_graph
+from megatron_hecate.step.clock import Clock
 
 # Layers per timed layer and iteration.
 EVERY: int = 8
@@ -31,19 +32,20 @@ class ExpertTimer:
     """Timer of the training forwards of one rank's experts.
 
     Args:
-        num_layers: number of layers.
-        rank: this rank in the group of the experts.
-        ranks: N, size of the group.
+        clock: clock of the model.
+        shape: number of layers, and N, size of the group of the experts.
+        rank: this rank in the group.
         on_gpu: whether the experts compute on a GPU.
     """
 
-    def __init__(self, num_layers: int, rank: int, ranks: int, *, on_gpu: bool) -> None:
+    def __init__(self, clock: Clock, shape: tuple[int, int], rank: int, on_gpu: bool) -> None:
+        num_layers, ranks = shape
+        self._clock = clock
         self._rank = rank
         self._on_gpu = on_gpu
         # Nanoseconds and tokens by rank; other ranks' columns stay 0.
         self._sums = np.zeros((2, ranks), dtype=np.int64)
         self._period = min(EVERY, num_layers)
-        self._iterations = 0
         # Tokens, and the events around the forward.
         self._pending: deque[tuple[int, torch.cuda.Event, torch.cuda.Event]] = deque()
 
@@ -59,7 +61,7 @@ class ExpertTimer:
 
     def times(self, layer: int) -> bool:
         """Return whether the running forward of ``layer`` is timed."""
-        if (layer + self._iterations) % self._period:
+        if (layer + self._clock.iteration) % self._period:
             return False
         if captures_graph() or len(self._pending) >= MOST_PENDING:
             return False
@@ -89,14 +91,13 @@ class ExpertTimer:
         self._sums[:, self._rank] += (nanoseconds, tokens)
 
     def take(self) -> np.ndarray:
-        """End an iteration; return the measurements since the last call, to be summed over ranks.
+        """Return the measurements since the last call, to be summed over ranks.
 
         On a GPU, forwards that have not finished are part of a later result.
 
         Returns:
             [2 * N] int64.
         """
-        self._iterations += 1
         # Forwards finish in order.
         while self._pending and self._pending[0][2].query():
             tokens, begun, ended = self._pending.popleft()
@@ -106,7 +107,7 @@ class ExpertTimer:
         return sums
 
     def split(self, total: np.ndarray) -> dict[str, np.ndarray]:
-        """Return a sum of results of `take` as arrays of `run_folder.RunRecord`.
+        """Return a sum of results of `take` as columns of `run_folder.RunRecord`.
 
         Args:
             total: sum over the group, [2 * N].

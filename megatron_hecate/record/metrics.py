@@ -1,18 +1,20 @@
 """Metrics of an iteration per layer: imbalance with and without replicas, and bypassed layers.
 
-`LayerMetrics` are for Python code; `step_metrics` and `summarize` compute the logged values.
+`LayerMetrics` are for Python code; `stage_metrics` and `summarize` compute the logged values.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.nn import Module
 
-from megatron_hecate.plan import Placement, largest_load
+from megatron_hecate.plan import EMPTY, largest_load
+from megatron_hecate.record.prices import PricedRecord
+from megatron_hecate.record.run_folder import RunInfo, RunRecord
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,33 +46,6 @@ class LayerMetrics:
     routed_tokens: int
     computed_tokens: int
 
-    @classmethod
-    def from_load(
-        cls, layer: str, load: np.ndarray, *, planned: Placement, placement: Placement
-    ) -> LayerMetrics:
-        """Compute the metrics of one layer.
-
-        Args:
-            layer: name of the layer.
-            load: tokens per expert of the iteration, [E].
-            planned: placement before the gate.
-            placement: placement after the gate, with late replicas.
-        """
-        routed = largest_load(load, placement.homes_only)
-        computed = largest_load(load, placement)
-        mean = int(load.sum()) / placement.num_ranks
-        has_slots = placement.table.size > placement.num_experts
-        return cls(
-            layer=layer,
-            replicas=placement.num_replicas,
-            late=int((placement.holders & ~planned.holders).sum()),
-            bypassed=has_slots and not placement.num_replicas,
-            routed=routed / mean if mean else 1.0,
-            computed=computed / mean if mean else 1.0,
-            routed_tokens=int(routed),
-            computed_tokens=int(computed),
-        )
-
 
 def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:
     """Compute the metrics of all FSSDP layers for the last finished iteration.
@@ -81,20 +56,81 @@ def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:
     Args:
         chunks: model chunks, wrapped by DDP or not.
     """
-    metrics = []
-    for chunk in chunks:
-        for layer in chunk.modules():
-            if not hasattr(layer, "fssdp"):
-                continue
-            monitor = layer.prefetcher.monitor
-            state = layer.fssdp
-            monitor.collect()
-            if monitor.history.last is not None:
-                load = monitor.history.last[state.index, : state.placement.num_experts]
-                measured = LayerMetrics.from_load(
-                    state.name, load, planned=state.planned, placement=state.placement
-                )
-                metrics.append(measured)
+    metrics: list[LayerMetrics] = []
+    for layer in (layer for chunk in chunks for layer in chunk.modules()):
+        if not hasattr(layer, "fssdp"):
+            continue
+        monitor = layer.prefetcher.monitor
+        monitor.collect()
+        if monitor.history.last is None:
+            continue
+        state = layer.fssdp
+        placement = state.placement
+        load = monitor.history.last[state.index, : placement.num_experts]
+        routed = largest_load(load, placement.homes_only)
+        computed = largest_load(load, placement)
+        mean = int(load.sum()) / placement.num_ranks
+        metrics.append(
+            LayerMetrics(
+                layer=state.name,
+                replicas=placement.num_replicas,
+                late=int((placement.holders & ~state.planned.holders).sum()),
+                bypassed=state.config.slots > 0 and not placement.num_replicas,
+                routed=routed / mean if mean else 1.0,
+                computed=computed / mean if mean else 1.0,
+                routed_tokens=int(routed),
+                computed_tokens=int(computed),
+            )
+        )
+    return metrics
+
+
+def stage_metrics(
+    info: RunInfo, experts: Sequence[int], columns: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Compute the metrics of one iteration and stage, [L] each, by logged name (docs/observe.md).
+
+    Args:
+        info: properties of the stage.
+        experts: number of experts of each layer, [L].
+        columns: columns of the iteration, see `RunRecord`.
+    """
+    loads = [row[:number] for row, number in zip(columns["load"], experts, strict=True)]
+    # Without rehoming, experts are at their original homes.
+    homes = [np.arange(number) // (number // info.ranks) for number in experts]
+    homes = list(columns.get("home", homes))
+    routed = np.stack(
+        [
+            np.bincount(home[: len(load)], load, info.ranks)
+            for home, load in zip(homes, loads, strict=True)
+        ]
+    )
+    computed = columns.get("rank_load", routed)
+    names = [name for name in ("load", "replica", "window", "copy", "home") if name in columns]
+    row = {name: columns[name][None] for name in names}
+    prices = PricedRecord(RunRecord(info=info, iteration=np.zeros(1), time=np.zeros(1), **row))
+    costs = prices.costs
+    token_ms = 0.0 if costs is None else costs.token_ms
+    metrics = step_metrics(loads, routed, computed, token_ms=token_ms, price_ms=prices.price_ms[0])
+    if "replica" not in columns or costs is None:
+        return metrics
+    shape = costs.shape
+    replicas = (columns["replica"] != EMPTY).sum(axis=(1, 2))
+    bytes_per_replica = shape.fetches * shape.expert_bytes + shape.returns * shape.grad_bytes
+    copying = prices.copying_ms[0]
+    # Modelled copies are left out: the share is logged as measured.
+    is_measured = ~np.isnan(columns["copy"]) & (copying > 0)
+    metrics |= {
+        "replicas": replicas,
+        "late_replicas": columns["late"],
+        "bypassed_layers": (replicas == 0) & (info.slots > 0),
+        "copied_mib": replicas * bytes_per_replica / 2**20,
+        "hidden_share": np.divide(
+            prices.hidden_ms[0], copying, out=np.full(len(copying), np.nan), where=is_measured
+        ),
+    }
+    if "crossing" in columns:
+        metrics["crossing_tokens"] = columns["crossing"]
     return metrics
 
 
@@ -106,14 +142,14 @@ def step_metrics(
     token_ms: float,
     price_ms: Any = 0.0,
 ) -> dict[str, np.ndarray]:
-    """Compute the metrics of one iteration and stage, [L] each, by logged name (docs/observe.md).
+    """Compute the metrics that need tokens alone, [L] each, by logged name.
 
     Args:
         load: tokens per expert of each layer, L arrays [E of the layer].
         routed: tokens per rank without replicas, [L, N].
-        computed: tokens computed by each rank, [L, N]; or the maximum over ranks, [L, 1].
+        computed: tokens computed by each rank, [L, N].
         token_ms: time of one token in one expert, forward and backward, by the speeds in use, ms.
-        price_ms: cost of replicas (`Figures.price_ms`), [L] ms.
+        price_ms: cost of replicas (`PricedRecord.price_ms`), [L] ms.
     """
     num_layers = len(load)
     tokens = np.array([layer_load.sum() for layer_load in load])
@@ -135,11 +171,36 @@ def step_metrics(
         "ms_recovered_gross": won_ms,
         "ms_recovered": won_ms - price_ms,
     }
-    # The load of all layers together needs every rank's part, not only the largest.
     total = computed.sum(axis=0)
-    if computed.shape == routed.shape and total.any():
+    if total.any():
         metrics["cum_overload_factor"] = np.full(num_layers, total.max() / total.mean())
     return metrics
+
+
+class _Reduction(NamedTuple):
+    """Reduction of a metric over layers.
+
+    Args:
+        name: logged name.
+        reduce: function of the layers' values.
+        has_layers: whether each layer may be logged as well.
+    """
+
+    name: str
+    reduce: Callable[[np.ndarray], Any] = np.sum
+    has_layers: bool = True
+
+
+# Names are Megatron's where Megatron logs the metric, too. A metric without an entry is summed.
+REDUCTIONS = {
+    "overload_factor": _Reduction("moe/avg_overload_factor", np.mean),
+    "max_vio": _Reduction("moe/max_vio", np.mean),
+    "dead_experts": _Reduction("moe/dead_experts"),
+    "hidden_share": _Reduction("fssdp/hidden_share", np.mean),
+    # One value per stage, repeated for its layers.
+    "cum_overload_factor": _Reduction("moe/max_cum_overload_factor", np.max, has_layers=False),
+    "slowest_rank": _Reduction("fssdp/slowest_rank", np.max, has_layers=False),
+}
 
 
 def summarize(
@@ -147,32 +208,19 @@ def summarize(
 ) -> dict[str, float]:
     """Reduce metrics to one number per name, and optionally one per layer.
 
-    Names are Megatron's where Megatron logs the metric, too.
-
     Args:
         layers: names of the layers of all stages, [L].
-        values: results of `step_metrics` and further metrics by name, [L] each; NaN is skipped.
+        values: results of `stage_metrics` and further metrics by name, [L] each; NaN is skipped.
         per_layer: also log each layer, numbered from 0 as by Megatron.
     """
-    factor = values["overload_factor"]
-    scalars = {"moe/avg_overload_factor": factor.mean(), "moe/max_overload_factor": factor.max()}
-    # One value per stage, repeated for its layers: neither a sum nor a layer's value has a meaning.
-    stage_values = {
-        "cum_overload_factor": "moe/max_cum_overload_factor",
-        "slowest_rank": "fssdp/slowest_rank",
-    }
+    scalars = {"moe/max_overload_factor": values["overload_factor"].max()}
     for name, layer_values in values.items():
-        if name in stage_values:
-            numbers = layer_values[~np.isnan(layer_values)]
-            scalars[stage_values[name]] = numbers.max(initial=-np.inf) if len(numbers) else np.nan
-            continue
-        group = "moe" if name in ("overload_factor", "max_vio", "dead_experts") else "fssdp"
-        if name != "overload_factor":
-            numbers = layer_values[~np.isnan(layer_values)]
-            if len(numbers):
-                averaged = name in ("max_vio", "hidden_share")
-                scalars[f"{group}/{name}"] = numbers.mean() if averaged else numbers.sum()
-        if per_layer:
+        reduction = REDUCTIONS.get(name, _Reduction(f"fssdp/{name}"))
+        numbers = layer_values[~np.isnan(layer_values)]
+        if len(numbers):
+            scalars[reduction.name] = reduction.reduce(numbers)
+        if per_layer and reduction.has_layers:
+            group = reduction.name.partition("/")[0]
             for layer, value in zip(layers, layer_values, strict=True):
                 kind, _, number = layer.rpartition(" ")
                 scalars[f"{group}/{name}_{kind}_{int(number) - 1}".replace(" ", "_")] = value

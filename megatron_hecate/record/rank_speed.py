@@ -14,8 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -24,8 +23,6 @@ MARGIN: float = 0.10
 # Iterations that a verdict is about, and iterations without which there is none.
 WINDOW: int = 32
 FEWEST: int = 8
-# Iterations of the running median that dates the beginning.
-SMOOTHED: int = 5
 # Standard errors by which an excess must differ from zero.
 SIGNIFICANCE: float = 5.0
 # Iterations of the fit of the overhead, candidates for it, and the largest over the mean of tokens.
@@ -51,7 +48,6 @@ class RankSpeed:
         load: its tokens over the mean of ranks.
         is_slow: True if the pace exceeds the others' by `MARGIN`, beyond noise.
         is_hot: True if the tokens exceed the mean by `MARGIN`, beyond noise.
-        since: first iteration since which the rank has been slow; ``None`` if it is not.
     """
 
     rank: int
@@ -59,7 +55,6 @@ class RankSpeed:
     load: float
     is_slow: bool
     is_hot: bool
-    since: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -67,63 +62,18 @@ class RankSpeed:
         kinds = [kind for kind, holds in (("slow", self.is_slow), ("hot", self.is_hot)) if holds]
         return " and ".join(kinds) or "neither"
 
-    def describe(self, name: str = "") -> str:
-        """Format the verdict as a clause.
-
-        Args:
-            name: host or number of the rank in the job; by default the rank in the group.
-        """
+    def describe(self, name: str) -> str:
+        """Format the verdict about the rank of this name as a clause."""
         parts: list[str] = []
         if self.is_slow:
-            parts.append(
-                f"slow: {self.pace:.2f} times the other ranks' time per token since iteration "
-                f"{self.since}"
-            )
+            parts.append(f"slow: {self.pace:.2f} times the other ranks' time per token")
         if self.is_hot:
             explained = "" if self.is_slow else ", at the other ranks' time per token"
             parts.append(f"hot: {self.load:.2f} times the mean of tokens{explained}")
-        return f"{name or f'rank {self.rank}'} is {' and '.join(parts) or 'neither slow nor hot'}"
+        return f"{name} is {' and '.join(parts) or 'neither slow nor hot'}"
 
 
-class SpeedHistory:
-    """Measurements of the last iterations of one stage, on every rank of the group."""
-
-    def __init__(self) -> None:
-        # Iteration, nanoseconds, tokens in that time, and all tokens, [N] each.
-        self._rows: deque[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = deque(maxlen=FITTED)
-
-    def add(
-        self, iteration: int, nanoseconds: np.ndarray, tokens: np.ndarray, loads: np.ndarray
-    ) -> None:
-        """Add one iteration.
-
-        Args:
-            iteration: number of the iteration.
-            nanoseconds: measured time in experts, [N].
-            tokens: tokens computed in that time, [N].
-            loads: tokens computed in the whole iteration, [N].
-        """
-        self._rows.append((iteration, nanoseconds, tokens, loads))
-
-    def speeds(self) -> list[RankSpeed]:
-        """Return the verdict about every rank; empty without measurements."""
-        if not self._rows:
-            return []
-        iterations, nanoseconds, tokens, loads = zip(*self._rows, strict=True)
-        return rank_speeds(
-            1e-9 * np.stack(nanoseconds), np.stack(tokens), np.stack(loads), iterations=iterations
-        )
-
-    def slowest(self) -> float:
-        """Return the largest pace of a rank; NaN without measurements."""
-        paces = [speed.pace for speed in self.speeds()]
-        # A rank without enough measurements has no pace.
-        return max((pace for pace in paces if not math.isnan(pace)), default=math.nan)
-
-
-def rank_speeds(
-    seconds: np.ndarray, tokens: np.ndarray, loads: np.ndarray, *, iterations: Sequence[int]
-) -> list[RankSpeed]:
+def rank_speeds(seconds: np.ndarray, tokens: np.ndarray, loads: np.ndarray) -> list[RankSpeed]:
     """Find slow and hot ranks by the last `WINDOW` iterations.
 
     Few ranks whose loads never change leave a doubt: a large overhead explains a rank with few
@@ -133,7 +83,6 @@ def rank_speeds(
         seconds: measured time in experts, [T, N]; 0 where nothing was measured.
         tokens: tokens computed in that time, [T, N].
         loads: tokens computed in the whole iteration, [T, N].
-        iterations: number of each iteration, [T], ascending.
 
     Returns:
         One verdict per rank; empty for less than two ranks.
@@ -148,23 +97,24 @@ def rank_speeds(
     # A single measured rank has none to be compared with.
     compared = measured.sum(axis=1) > 1
     pace = _paces(np.where(measured, seconds, np.nan)[compared], tokens[compared])
-    numbers = np.asarray(iterations)[compared]
     verdicts: list[RankSpeed] = []
     for rank in range(ranks):
-        is_measured = ~np.isnan(pace[:, rank])
-        rank_pace = pace[is_measured, rank]
-        is_slow = _exceeds(rank_pace[-WINDOW:])
+        rank_pace = pace[~np.isnan(pace[:, rank]), rank][-WINDOW:]
         verdicts.append(
             RankSpeed(
                 rank=rank,
-                pace=_median(rank_pace[-WINDOW:]),
+                pace=_median(rank_pace),
                 load=_median(load[:, rank]),
-                is_slow=is_slow,
+                is_slow=_exceeds(rank_pace),
                 is_hot=_exceeds(load[:, rank]),
-                since=_beginning(rank_pace, numbers[is_measured]) if is_slow else None,
             )
         )
     return verdicts
+
+
+def slowest_pace(speeds: Iterable[RankSpeed]) -> float:
+    """Return the largest pace of a rank; NaN without measurements."""
+    return max((speed.pace for speed in speeds if not math.isnan(speed.pace)), default=math.nan)
 
 
 def _over_mean(tokens: np.ndarray) -> np.ndarray:
@@ -232,17 +182,3 @@ def _exceeds(ratios: np.ndarray) -> bool:
     deviation = DEVIATION * np.median(np.abs(ratios - middle))
     error = deviation / np.sqrt(len(ratios))
     return bool(middle > 1 + MARGIN and middle - 1 > SIGNIFICANCE * error)
-
-
-def _beginning(ratios: np.ndarray, iterations: np.ndarray) -> int:
-    """Return the first iteration since which the running median exceeds the margin.
-
-    Args:
-        ratios: pace of a rank that is slow at the end, [T].
-        iterations: number of each iteration, [T].
-    """
-    for last in range(len(ratios), SMOOTHED, -1):
-        if np.median(ratios[last - SMOOTHED : last]) <= 1 + MARGIN:
-            # The majority of the median's iterations came before the change.
-            return int(iterations[min(last - SMOOTHED // 2, len(iterations) - 1)])
-    return int(iterations[0])

@@ -110,8 +110,9 @@ class LoadRecorder(Protocol):
     counts: TokenCounts | None
     measures: bool
 
-    def begin(self) -> int:
-        """Begin an iteration; returns the length of its measurements."""
+    @property
+    def length(self) -> int:
+        """Length of the measurements of an iteration."""
 
     def computed(self, layer: int, forward: ForwardPass, sent_tokens: Sequence[int] | None) -> None:
         """Record a microbatch's forward, see `LoadMonitor.computed`."""
@@ -172,7 +173,7 @@ class LoadMonitor:
         fewer.
         """
         if self._sums is None:
-            num_included = _INCLUDED if self.recorder is None else _INCLUDED + self.recorder.begin()
+            num_included = _INCLUDED if self.recorder is None else _INCLUDED + self.recorder.length
             with lasting_tensors():
                 self._sums = torch.zeros(
                     self._size + num_included, dtype=torch.int64, device=device

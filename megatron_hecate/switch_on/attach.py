@@ -92,20 +92,21 @@ def attach(
     clock = prefetcher.clock
     if homes_group is not None:
         prefetcher.rehoming = _rehoming(states, homes_group, prefetcher)
-    prefetcher.monitor.recorder = LayerRecorder(
+    recorder = LayerRecorder(
         states,
         prefetcher.meter,
+        clock,
         folder=folder,
         collect=prefetcher.monitor.collect_ready,
-        microbatches=lambda: clock.microbatches or 1,
     )
+    prefetcher.monitor.recorder = recorder
     blocks = _blocks_by_layer(model.chunks)
     with contextlib.ExitStack() as undo:
         config = states[0].config
         prefetcher.returns.data_parallel = DataParallel(
             model.chunks, prefetcher.detector, undo, orders=config.slots > 0
         )
-        clock.listeners = [JobTimeout(), prefetcher.returns.data_parallel, prefetcher]
+        clock.listeners = [JobTimeout(), prefetcher.returns.data_parallel, prefetcher, recorder]
         for layer, state in zip(model.layers, states, strict=True):
             _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
             if (block := blocks.get(id(layer))) is not None:

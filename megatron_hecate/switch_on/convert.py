@@ -17,8 +17,8 @@ from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.faults import watchdog
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.plan import World
+from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.observe import observe
-from megatron_hecate.record.recorder import JobMetrics
 from megatron_hecate.step.layer import FSSDPLayer
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.switch_on import entry

@@ -214,7 +214,6 @@ def _ranks(run: Run) -> list[dict[str, Any]]:
             "pace": None if np.isnan(speed.pace) else round(speed.pace, 3),
             "load": None if np.isnan(speed.load) else round(speed.load, 3),
             "verdict": speed.verdict,
-            "since": speed.since,
         }
         for stage, speeds in run.rank_speeds.items()
         for speed in speeds

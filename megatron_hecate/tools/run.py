@@ -146,7 +146,6 @@ class Run(PricedRecord):
                 1e-9 * record.timed_ns[:, stage],
                 record.timed_tokens[:, stage],
                 self.after[:, self.stage == stage].sum(axis=1),
-                iterations=record.iteration.tolist(),
             )
         return speeds
 

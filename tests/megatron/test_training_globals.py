@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megatron_hecate.megatron.training_globals import log_interval, running_iteration
-from megatron_hecate.record.loggers import log_step
+from megatron_hecate.record.job_metrics import log_step
 from megatron_hecate.record.metrics import step_metrics
 
 pytestmark = pytest.mark.fast

@@ -13,8 +13,8 @@ import pytest
 import torch.distributed as dist
 from ranks import ranks
 
-from megatron_hecate.record import recorder
-from megatron_hecate.record.recorder import JobMetrics
+from megatron_hecate.record import job_metrics
+from megatron_hecate.record.job_metrics import JobMetrics
 
 
 class _Board:
@@ -202,13 +202,13 @@ class _Stages:
     ) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True)
         self.logged: list[tuple[int, list[str], dict[str, list[float]]]] = []
-        monkeypatch.setattr(recorder, "_get_default_store", lambda: store)
-        monkeypatch.setattr(recorder.training_globals, "logging_pipeline", lambda: [0, 1])
-        monkeypatch.setattr(recorder.training_globals, "log_interval", lambda: every)
+        monkeypatch.setattr(job_metrics, "_get_default_store", lambda: store)
+        monkeypatch.setattr(job_metrics.training_globals, "logging_pipeline", lambda: [0, 1])
+        monkeypatch.setattr(job_metrics.training_globals, "log_interval", lambda: every)
         self.ranks: list[JobMetrics] = []
         for rank, names in enumerate(layers):
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)
-            monkeypatch.setattr(recorder.Attempt, "count", lambda *_: 7)
+            monkeypatch.setattr(job_metrics.Attempt, "count", lambda *_: 7)
             self.ranks.append(JobMetrics(names))
         self.ranks[1].log = self.log
         self.store = store

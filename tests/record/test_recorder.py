@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megatron_hecate.record import recorder
+from megatron_hecate.record import job_metrics, recorder
 from megatron_hecate.record.run_folder import RunInfo, read
 
 pytestmark = pytest.mark.fast
@@ -21,15 +21,15 @@ def test_a_model_that_has_gone_leaves_a_whole_record_and_no_thread(
     """As where post-training builds one model after another in a process, each in a folder of its own."""
     monkeypatch.setattr(recorder.training_globals, "place_of_rank", lambda group: (0, True))
     monkeypatch.setattr(recorder.training_globals, "logging_pipeline", lambda: [0])
-    monkeypatch.setattr(recorder, "_get_default_store", dist.HashStore)
+    monkeypatch.setattr(job_metrics, "_get_default_store", dist.HashStore)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
     info = RunInfo(mode="observe", layers=("layer 1",), num_experts=2, ranks=1, node=(0,))
     for iteration in (1, 2):
         before = set(threading.enumerate())
         folder = str(tmp_path / f"model-{iteration}")
-        stage = recorder.StageRecorder(info, folder, group=None, collect=lambda: True)
-        stage.take(iteration, {"load": np.array([[iteration, 0]])}, dict)
+        stage = recorder.StageRecorder(info, folder, group=None, experts=[2], collect=lambda: True)
+        stage.take(iteration, lambda load=(iteration, 0): {"load": np.array([load])})
         started = set(threading.enumerate()) - before
         assert len(started) == 2  # a writer, and what takes metrics to loggers
         del stage

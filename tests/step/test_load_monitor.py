@@ -72,7 +72,7 @@ def test_what_ranks_measure_travels_with_the_loads() -> None:
     recorder = SimpleNamespace(
         measures=True,
         counts=None,
-        begin=lambda: 1,
+        length=1,
         computed=lambda *_: None,
         measured=lambda: np.array([10 + dist.get_rank()]),
         take=lambda load, measured: taken.append((load.tolist(), measured.tolist())),

@@ -188,15 +188,15 @@ def test_metrics_of_a_plan_for_each_microbatch() -> None:
     run = train_steps(case, 2, before=note, lifetime="layer", slots=1)
     dist.all_reduce(computed)
     recorder = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor.recorder.stage
-    with mock.patch.object(recorder, "log") as log:
+    with mock.patch.object(recorder._metrics, "put") as put:
         recorder.close()
-    iteration, values = log.call_args.args
+    iteration, values = put.call_args_list[0].args
     assert iteration == 2 and computed.sum(dim=1).tolist() == [2 * 2 * 4 * TOKENS] * 2
     fullest = computed.double().amax(dim=1) / computed.double().mean(dim=1)
     assert values()["overload_factor"].tolist() == pytest.approx(fullest.tolist())
     assert fullest.max() < 1.1
     assert len(held[0]) == 4 and held[0][2] > held[0][3] and held[1][2] > held[1][3]
-    assert values()["replicas"].tolist() == [of_layer[2] for of_layer in held]
+    assert values()["replicas"].tolist() == [of_layer[3] for of_layer in held]
 
 
 def _count_replicas(experts: Any) -> int:
