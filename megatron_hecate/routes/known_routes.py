@@ -75,7 +75,13 @@ class KnownRoutes:
         counted = [count_tokens(() if part is None else part, experts, device) for part in parts]
         counts = torch.stack(counted).cpu().numpy()
         for state, layer_counts in zip(self.states, counts, strict=True):
-            _check_counts(layer_counts, state)
+            num_experts = state.parts.homes_only.num_experts
+            if num_wrong := int(layer_counts[num_experts:].sum()):
+                raise ValueError(
+                    f"{num_wrong} announced routes of {state.name} name no expert from 0 to "
+                    f"{num_experts - 1}; give one [tokens, k] array for each MoE layer of this "
+                    "rank, in the order of the forward, with -1 for unknown experts"
+                )
         if not add or self._announced is None:
             self._announced = np.zeros((len(counts), experts), dtype=np.int64)
             self._is_announced = [False] * len(counts)
@@ -228,23 +234,6 @@ def _device(state: LayerState) -> torch.device:
     return next(state.parts.layer.experts.parameters()).device
 
 
-def _check_counts(counts: np.ndarray, state: LayerState) -> None:
-    """Raise ValueError if routes of a layer name experts that it does not have.
-
-    Args:
-        counts: routes to each expert of the widest layer, and to further experts.
-        state: state of the layer.
-    """
-    experts = state.parts.homes_only.num_experts
-    num_wrong = int(counts[experts:].sum())
-    if num_wrong:
-        raise ValueError(
-            f"{num_wrong} announced routes of {state.name} name no expert from 0 to {experts - 1}; "
-            "give one [tokens, k] array for each MoE layer of this rank, in the order of the "
-            "forward, with -1 for unknown experts"
-        )
-
-
 def expect_routes(
     chunks: Iterable[Module], routes: Sequence[Routes | None] | Routes, *, add: bool = False
 ) -> None:
@@ -270,9 +259,15 @@ def expect_routes(
         ValueError: if the numbers of routes and layers differ, or the routes are no numbers of
             experts.
     """
-    layers = _converted_layers(chunks)
+    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
+    layers = [module for module in modules if hasattr(module, "fssdp")]
     if isinstance(routes, np.ndarray | Tensor):
-        routes = _by_layer(routes)
+        if routes.ndim != 3:
+            raise ValueError(
+                f"routes of shape {tuple(routes.shape)}; give [tokens, layers, k], or a list with "
+                "one [tokens, k] array for each layer"
+            )
+        routes = [routes[:, layer] for layer in range(routes.shape[1])]
     if len(layers) != len(routes):
         raise ValueError(
             f"routes of {len(routes)} layers, but this rank has {len(layers)} MoE layers"
@@ -280,26 +275,8 @@ def expect_routes(
     for index, (layer, layer_routes) in enumerate(zip(layers, routes, strict=True)):
         if layer_routes is not None:
             check_routes(layer_routes, layer.config.num_moe_experts, layer=index)
-    parts = [None if layer_routes is None else parts_of(layer_routes) for layer_routes in routes]
     if layers:
+        parts = [
+            None if layer_routes is None else parts_of(layer_routes) for layer_routes in routes
+        ]
         layers[0].prefetcher.routes.announce(parts, add=add)
-
-
-def _by_layer(routes: Routes) -> list[Routes]:
-    """Split routes [T, layers, k] into views of single layers, [T, k].
-
-    Raises:
-        ValueError: for other shapes.
-    """
-    if routes.ndim != 3:
-        raise ValueError(
-            f"routes of shape {tuple(routes.shape)}; give [tokens, layers, k], or a list with one "
-            "[tokens, k] array for each layer"
-        )
-    return [routes[:, layer] for layer in range(routes.shape[1])]
-
-
-def _converted_layers(chunks: Iterable[Module]) -> list[Module]:
-    """List the FSSDP layers of model chunks, in the order of the forward."""
-    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
-    return [module for module in modules if hasattr(module, "fssdp")]
