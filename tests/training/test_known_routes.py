@@ -6,8 +6,6 @@ in Python from the routes of all ranks.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -31,8 +29,6 @@ from replayed_routes import (
 @pytest.mark.parametrize(
     ("lifetime", "fields", "megatron"),
     [
-        pytest.param("iteration", {}, {}, marks=pytest.mark.slow),
-        ("layer", dict(accumulate=3), {}),
         ("layer", dict(accumulate=2, distributed_optimizer=True, overlap=True), FULL),
         pytest.param(
             "layer",
@@ -41,7 +37,7 @@ from replayed_routes import (
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["iteration", "layer", "layer-recompute-overlap", "ep-comm-overlap"],
+    ids=["recompute-overlap", "ep-comm-overlap"],
 )
 @ranks(2)
 def test_plans_are_made_for_the_replayed_routes(
@@ -123,41 +119,6 @@ def test_a_pipeline_replays_alike() -> None:
 
 @pytest.mark.newest
 @ranks(4)
-def test_the_busiest_rank_has_little_more_than_the_mean() -> None:
-    """Four ranks with a single slot each. Oracle: largest rank load by the placement's holders for true loads, solved
-    by scipy as a linear program; where the same run forecasts from the past, it is far from the mean."""
-    import tiny_gpt
-
-    from megatron_hecate.routes import known_routes
-
-    read_off = known_routes.replays
-    case = tiny_gpt.Case(ep=4, settings=(REPLAY,))
-    tiny_gpt.initialize(case)
-    replay(case.accumulate)
-    steps = range(4)
-
-    def worst(known: Callable[[Any], bool]) -> float:
-        known_routes.replays = known
-        run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(slots=1))
-        found = []
-        for step in steps:
-            run.step(step)
-            for index, layer in enumerate(tiny_gpt.moe_layers(run.chunks)):
-                load = count(step, range(1), index, 4)
-                found.append(
-                    _least_largest_load(load, layer.fssdp.placement.holders) / load.sum() * 4
-                )
-        return float(np.mean(found[4:]))  # from the third step on the past has something to say
-
-    routed = np.mean(
-        [_home_load(count(step, range(1), layer, 4)) for step in steps[2:] for layer in range(2)]
-    )
-    by_routes, by_past = worst(read_off), worst(lambda layer: False)
-    assert by_routes < 1.05 < 1.25 < by_past < routed, (by_routes, by_past, routed)
-
-
-@pytest.mark.newest
-@ranks(4)
 def test_metrics_of_a_plan_for_each_microbatch() -> None:
     """Two experts get the tokens of the first microbatch, all those of the last one, and no record is kept. Oracle:
     tokens that the experts of every rank are given, and the replicas that are there then."""
@@ -207,48 +168,3 @@ def _add(computed: torch.Tensor, layer: int, tokens: int) -> None:
     from torch.distributed import get_rank
 
     computed[layer, get_rank()] += tokens
-
-
-def _home_load(load: np.ndarray) -> float:
-    """Largest rank load over the mean without replicas: two experts per rank."""
-    by_rank = load.reshape(4, 2).sum(axis=1)
-    return float(by_rank.max() / by_rank.mean())
-
-
-def _least_largest_load(load: np.ndarray, holders: np.ndarray) -> float:
-    """Tokens of the busiest rank under the best split of ``load`` [E] over ``holders`` [E, R] bool."""
-    from scipy.optimize import linprog
-
-    pairs = np.argwhere(holders)
-    cost = np.append(np.zeros(len(pairs)), 1.0)
-    split = np.array([np.append(pairs[:, 0] == expert, 0.0) for expert in range(len(load))])
-    most = np.array([np.append(pairs[:, 1] == rank, -1.0) for rank in range(holders.shape[1])])
-    return linprog(cost, A_ub=most, b_ub=np.zeros(len(most)), A_eq=split, b_eq=load).fun
-
-
-def _layer(action: Any) -> types.SimpleNamespace:
-    """As much of a layer as decides whether its routes are known."""
-    replay = types.SimpleNamespace(router_replay_action=action, target_topk_idx=None)
-    return types.SimpleNamespace(
-        router=types.SimpleNamespace(router_replay=replay),
-        config=types.SimpleNamespace(moe_router_fusion=False),
-    )
-
-
-@pytest.mark.fast
-@pytest.mark.newest
-def test_only_the_replaying_forward_knows_its_routes() -> None:
-    """Megatron's own actions; a fused router does not heed them."""
-    from megatron.core.transformer.moe.router_replay import RouterReplayAction
-
-    from megatron_hecate.megatron.router_replay import replays
-
-    known = {action: replays(_layer(action)) for action in [None, *RouterReplayAction]}
-    assert [action for action, is_known in known.items() if is_known] == [
-        RouterReplayAction.REPLAY_FORWARD
-    ]
-    fused = _layer(RouterReplayAction.REPLAY_FORWARD)
-    fused.config.moe_router_fusion = True
-    assert not replays(fused)
-    del fused.router.router_replay
-    assert not replays(fused)

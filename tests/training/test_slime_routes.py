@@ -191,14 +191,10 @@ def set_stage_in_forward(framework: Any) -> None:
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("lifetime", "megatron"),
-    [
-        ("iteration", {}),
-        pytest.param("layer", FULL, marks=pytest.mark.slow),
-    ],
-    ids=["iteration", "layer-recompute"],
+    ("name", "lifetime", "megatron"),
+    [("slime", "layer", FULL), ("miles", "iteration", {})],
+    ids=["slime-layer-recompute", "miles-iteration"],
 )
-@pytest.mark.parametrize("name", FRAMEWORKS)
 @ranks(2)
 def test_plans_are_made_for_the_replayed_routes(name: str, lifetime: str, megatron: dict) -> None:
     """From the first step on, and with lifetime ``iteration`` for the sum of all microbatches of the step."""

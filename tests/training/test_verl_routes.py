@@ -61,16 +61,9 @@ def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
     assert_counted(found, ~masked)
 
 
-PATCHES = [
-    "verl.utils.megatron.router_replay_patch",
-    pytest.param("swift.megatron.utils.router_replay_utils", marks=pytest.mark.slow),
-]
-
-
 @pytest.mark.newest
-@pytest.mark.parametrize("module", PATCHES)
 @ranks(2)
-def test_a_token_that_names_an_expert_twice_is_routed_to_it_once(module: str) -> None:
+def test_a_token_that_names_an_expert_twice_is_routed_to_it_once() -> None:
     """verl (the same file) and ms-swift (3602360a) pad routes with zeros, and patch the dispatcher, which takes the
     number of routed tokens from the routing map."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -87,7 +80,7 @@ def test_a_token_that_names_an_expert_twice_is_routed_to_it_once(module: str) ->
     def set_padded(router: RouterReplay, routes: torch.Tensor) -> None:
         set_routes(router, routes.masked_fill(padded.unsqueeze(1), 0))
 
-    patched_preprocess.__module__ = module
+    patched_preprocess.__module__ = "verl.utils.megatron.router_replay_patch"
     MoEAlltoAllTokenDispatcher.preprocess = patched_preprocess
     RouterReplay.set_target_indices = set_padded
     found = compare_with_stock()
