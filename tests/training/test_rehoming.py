@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import ranks
@@ -34,12 +35,52 @@ def test_gradients_are_clipped_by_their_norm() -> None:
     assert worst["loss"] < 1e-5 and worst["param"] < 1e-5, worst
 
 
+def _rotated(look: int, num_experts: int) -> np.ndarray:
+    """Every expert goes to the next rank."""
+    return np.roll(np.arange(num_experts), look % 100 * num_experts // 4)
+
+
+@pytest.mark.newest
+@pytest.mark.slow
+@ranks(4)
+def test_all_experts_change_their_rank() -> None:
+    """Then once more in rounds of one cycle each."""
+    import tiny_gpt
+    import training_with_moves
+
+    from megatron_hecate.homes import mover
+
+    case = tiny_gpt.Case(ep=4, distributed_optimizer=True, overlap=True)
+    tiny_gpt.initialize(case)
+    training_with_moves.compare(case, orders=_rotated, may_be_back=True, slots=0)
+    mover.ROUND_BYTES = 1
+    training_with_moves.compare(case, orders=_rotated, may_be_back=True)
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_the_homes_that_are_there_already() -> None:
+    """Nothing moves where they are found again: the stock dispatcher stays in use."""
+    import tiny_gpt
+
+    case = tiny_gpt.Case()
+    tiny_gpt.initialize(case)
+    stock = tiny_gpt.train(case, steps=5)
+    ours = tiny_gpt.train(
+        case, steps=5, hook=rehoming_hook(lambda _, size: np.arange(size), slots=0)
+    )
+    assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
+    layer = tiny_gpt.moe_layers(ours.chunks)[0]
+    mover = layer.prefetcher.rehoming.homes
+    assert mover.received_bytes == 0 and not mover.are_moved
+    assert layer.token_dispatcher is layer.fssdp.stock_dispatcher
+
+
 @ranks(2)
 def test_a_record_knows_where_homes_were() -> None:
     """Oracles: the layers' homes after the last iteration; and the record's own loads, by Megatron's order before."""
     import os
 
-    import numpy as np
     import tiny_gpt
 
     from megatron_hecate.record.run_folder import read
@@ -73,7 +114,6 @@ def test_a_record_knows_where_homes_were() -> None:
 @ranks(4)
 def test_ranks_share_the_search() -> None:
     """Oracle: one rank that looks at all layers by itself."""
-    import numpy as np
     import tiny_gpt
     import torch.distributed as dist
 

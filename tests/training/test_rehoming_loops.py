@@ -186,9 +186,8 @@ def test_optimizers_sharded_over_a_part_of_the_ranks() -> None:
     training_with_moves.compare(case)
 
 
-@pytest.mark.parametrize("slots", [0, pytest.param(2, marks=pytest.mark.slow)])
 @ranks(2, preload="te")
-def test_around_cuda_graphs(slots: int) -> None:
+def test_around_cuda_graphs() -> None:
     """Graphs of the router and of what comes before the experts are captured before homes move, and replayed after."""
     import te_on_cpu
 
@@ -206,32 +205,23 @@ def test_around_cuda_graphs(slots: int) -> None:
     graphed.declare()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*graphed.SCOPES))
     ours = graphs_on_cpu.train(
-        graphed, steps=8, eager_steps=2, hook=rehoming_hooks.rehoming_hook(slots=slots)
+        graphed, steps=8, eager_steps=2, hook=rehoming_hooks.rehoming_hook(slots=0)
     )
     graphs_on_cpu.assert_replayed(at_least=1)
     training_with_moves.restore(ours)
     ours.grads = stock.grads
-    worst = tiny_gpt.difference(stock, ours)
-    if slots:
-        assert worst["loss"] < 1e-5 and worst["param"] < 1e-5, worst
-    else:
-        assert worst == tiny_gpt.SAME
+    assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
 
 
-@pytest.mark.parametrize(
-    "distributed_optimizer", [pytest.param(False, marks=pytest.mark.slow), True]
-)
 @ranks(2)
-def test_a_loop_of_its_own(distributed_optimizer: bool) -> None:
+def test_a_loop_of_its_own() -> None:
     """It makes its optimizer anew, while the old one is still there, and runs the schedule twice before a step: no home
     moves under gradients of a step to come."""
     import rehoming_hooks
     import tiny_gpt
     import training_with_moves
 
-    case = tiny_gpt.Case(
-        distributed_optimizer=distributed_optimizer, optimizer=(("clip_grad", 0.0),)
-    )
+    case = tiny_gpt.Case(distributed_optimizer=True, optimizer=(("clip_grad", 0.0),))
     tiny_gpt.initialize(case)
 
     def train(hook: Any) -> tuple[Any, list[float]]:
