@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from layouts import BIAS, MOE
 from quick import quick
 from ranks import ranks
 
@@ -40,71 +41,50 @@ def _everything_but(*parts: str) -> Callable[[int, int, str], bool]:
     return lambda step, expert, name: not any(part in name for part in parts)
 
 
+def _in_turn(step: int, expert: int, name: str) -> bool:
+    return expert >= 0 and (step + expert) % 2 == 0
+
+
+LAYER, NVLINK = dict(lifetime="layer"), dict(transport="nvlink")
 CASES = {
-    "one": Case(_always(5)),
-    "one-microbatch": Case(_always(5), dict(lifetime="layer")),
-    "one-layer": Case(_always(5), dict(lifetime="layer")),
-    "one-nvlink": Case(_always(5), dict(transport="nvlink")),
-    "hottest": Case(_always(0)),
-    "all-of-rank-0": Case(_always(0, 1, 2, 3)),
-    "all-of-rank-1-layer-nvlink": Case(
-        _always(4, 5, 6, 7), dict(lifetime="layer", transport="nvlink")
-    ),
+    "one-nvlink": Case(_always(5), NVLINK),
+    "all-of-rank-1-layer-nvlink": Case(_always(4, 5, 6, 7), {**LAYER, **NVLINK}),
     "all-but-one": Case(_always(*range(1, EXPERTS))),
-    "first-of-each-rank": Case(_always(0, 4)),
-    "late": Case(_always(0, 5), dict(late_replicas=4)),
+    "first-of-each-rank-late": Case(_always(0, 4), dict(late_replicas=4)),
     "own-loop": Case(_always(0, 5), own_loop=True),
     "distopt-overlap": Case(_always(0, 5), model=dict(distributed_optimizer=True, overlap=True)),
-    "fused": Case(_always(0, 5), fused=True),
-    "biases": Case(_always(0, 5), model=dict(settings=(("add_bias_linear", True),))),
-    "later": Case(_in_steps((2, 3), 0, 1, 5)),
+    "fused-biases": Case(_always(0, 5), model=dict(settings=tuple(BIAS.items())), fused=True),
     "all-later": Case(_in_steps((2, 3), *range(EXPERTS))),
     "until": Case(_in_steps((0, 1, 2), 0, 5, 6)),
-    "all-until": Case(_in_steps((0, 1, 2), *range(EXPERTS))),
-    "in-turn": Case(lambda step, expert, name: expert >= 0 and (step + expert) % 2 == 0),
-    "in-turn-layer": Case(
-        lambda step, expert, name: expert >= 0 and (step + expert) % 2 == 0, dict(lifetime="layer")
-    ),
+    "in-turn": Case(_in_turn),
+    "in-turn-layer": Case(_in_turn, LAYER),
     "first-linears": Case(lambda step, expert, name: expert >= 0 and "linear_fc1" in name),
-    "one-linear": Case(lambda step, expert, name: expert == 0 and "linear_fc2" in name),
     "biases-alone": Case(
         lambda step, expert, name: expert >= 0 and "bias" not in name,
-        model=dict(settings=(("add_bias_linear", True),)),
+        model=dict(settings=tuple(BIAS.items())),
     ),
-    "front": Case(_everything_but("layers.1.", "output_layer"), dict(lifetime="layer")),
     "front-recomputed": Case(
-        _everything_but("layers.1.", "output_layer"),
-        dict(lifetime="layer"),
-        dict(settings=(("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))),
+        _everything_but("layers.1.", "output_layer"), LAYER, dict(settings=tuple(MOE.items()))
     ),
     "all-but-some-experts": Case(
         lambda step, expert, name: not (expert in (0, 6) and "layers.1." in name)
     ),
-    "head-alone": Case(_everything_but("output_layer")),
-    "edp2": Case(_always(0, 5), model=dict(overlap=True)),
 }
-QUICK = "one one-nvlink all-of-rank-0 first-of-each-rank in-turn first-linears"
-EXPERT_DATA_PARALLEL = {"edp2"}
-TWO_RANKS = [name for name in CASES if name not in EXPERT_DATA_PARALLEL]
+QUICK = "one-nvlink all-of-rank-1-layer-nvlink in-turn first-linears"
 GROUPED = {
-    "one": Case(_always(5)),
     "all-of-rank-0": Case(_always(0, 1, 2, 3)),
     # stock's grouped GEMM computes no weight gradients of a rank whose first expert is frozen
     "first-of-each-rank": Case(_always(0, 4)),
-    "first-of-rank-1-layer": Case(_always(4), dict(lifetime="layer")),
-    "first-of-rank-0-for-one-step": Case(_in_steps((2,), 0)),
-    "in-turn-nvlink": Case(
-        lambda step, expert, name: expert >= 0 and (step + expert) % 2 == 0,
-        dict(transport="nvlink"),
-    ),
-    "biases": Case(_always(1, 5), model=dict(settings=(("add_bias_linear", True),))),
+    "first-of-rank-1-layer": Case(_always(4), LAYER),
+    "in-turn-nvlink": Case(_in_turn, NVLINK),
+    "biases": Case(_always(1, 5), model=dict(settings=tuple(BIAS.items()))),
     # for one iteration stock's fused GEMM ignores it
     "one-step-fused": Case(_in_steps((2,), 5), fused=True),
     "all-later-fused": Case(_in_steps((2, 3), *range(EXPERTS)), fused=True),
 }
 
 
-@pytest.mark.parametrize("name", quick(TWO_RANKS, QUICK.split()))
+@pytest.mark.parametrize("name", quick(CASES, QUICK.split()))
 @ranks(2)
 def test_two_ranks(name: str) -> None:
     _compare(name, CASES[name], grouped=False)
@@ -113,12 +93,11 @@ def test_two_ranks(name: str) -> None:
 @pytest.mark.slow
 @ranks(4)
 def test_four_ranks() -> None:
-    for name in EXPERT_DATA_PARALLEL:
-        _compare(name, CASES[name], grouped=False)
+    _compare("edp2", Case(_always(0, 5), model=dict(overlap=True)), grouped=False)
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("name", quick(list(GROUPED), "one first-of-each-rank".split()))
+@pytest.mark.parametrize("name", quick(GROUPED, ["first-of-each-rank"]))
 @ranks(2, preload="te")
 def test_grouped_experts(name: str) -> None:
     import te_on_cpu
