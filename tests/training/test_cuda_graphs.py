@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from graphed import SCOPES, declare
-from layouts import SHARDED
+from layouts import COMBINED, INTERLEAVED, SHARDED, SHARED_EXPERTS, Layout, balanced, flex
 from quick import quick
 from ranks import ranks
 
@@ -23,37 +23,36 @@ pytestmark = pytest.mark.newest
 RECOMPUTED = dict(
     recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe_act"]
 )
-TRANSFORMER_ENGINE = {  # scopes, fields of Case, fields of TransformerConfig, settings of FSSDP
-    "attn": (("attn",), {}, {}, {}),
-    "moe_router-late": (
-        ("attn", "moe_router"),
-        SHARDED,
-        {},
-        dict(late_replicas=4),
+TWICE = dict(accumulate=2)
+ROUTER = ("attn", "moe_router")
+SHARED_AUX = balanced("aux_loss", **SHARED_EXPERTS)
+# scopes of TransformerEngine's graphs, layouts, and settings of FSSDP
+TRANSFORMER_ENGINE: dict[str, tuple[tuple[str, ...], Layout, dict]] = {
+    "router-late": (ROUTER, Layout(2, SHARDED, {}), dict(late_replicas=4)),
+    "router-alone": (
+        ("moe_router",),
+        Layout(2, dict(accumulate=4), {}),
+        dict(lifetime="layer"),
     ),
-    "router-alone": (("moe_router",), dict(accumulate=4), {}, dict(lifetime="layer")),
-    "preprocess": (SCOPES, {}, {}, {}),
-    "preprocess-before-the-first-step": (SCOPES, {}, dict(cuda_graph_warmup_steps=0), {}),
-    "preprocess-layer-recompute": (SCOPES, dict(grouped=True), RECOMPUTED, dict(lifetime="layer")),
-    "preprocess-combined": (
+    "preprocess": (SCOPES, Layout(2, TWICE, {}), {}),
+    "before-the-first-step": (SCOPES, Layout(2, TWICE, dict(cuda_graph_warmup_steps=0)), {}),
+    "layer-recompute": (
         SCOPES,
-        dict(accumulate=4),
-        dict(overlap_moe_expert_parallel_comm=True),
-        {},
+        Layout(2, dict(TWICE, grouped=True), RECOMPUTED),
+        dict(lifetime="layer"),
     ),
-    "preprocess-shared-aux-bf16": (
-        ("moe_router", "moe_preprocess"),
-        SHARDED,
-        dict(
-            moe_shared_expert_intermediate_size=32,
-            moe_router_load_balancing_type="aux_loss",
-            moe_aux_loss_coeff=1e-2,
-        ),
-        {},
-    ),
+    "combined": (SCOPES, Layout(2, dict(accumulate=4), COMBINED), {}),
+    "shared-aux": (("moe_router", "moe_preprocess"), Layout(2, SHARDED, SHARED_AUX), {}),
+    "deepep": (SCOPES, Layout(2, TWICE, flex("deepep")), {}),
+    "hybridep": (SCOPES, Layout(2, TWICE, flex("hybridep")), {}),
+    "pp2-vpp2": (SCOPES, Layout(4, INTERLEAVED, {}), {}),
+    "tp2": (SCOPES, Layout(4, dict(TWICE, tp=2), {}), {}),
 }
-
-QUICK = "moe_router-late preprocess"  # in `make test`
+# scopes of Megatron's own graphs, which capture parts of hybrid models only
+HYBRID = {
+    "hybrid": (ROUTER, "iteration"),
+    "mamba-layer": (("mamba", "moe_preprocess"), "layer"),
+}
 
 
 class _Moving:
@@ -80,50 +79,64 @@ class _Moving:
         self.tokens.append(int(total))
         tiny_gpt.move_skew_sometimes(chunks, step)
 
-    def assert_changed(self, after: int) -> None:
-        """Plans differ, and replicas compute, in the steps that come ``after`` so many."""
-        assert len(set(self.plans[after:])) > 1, "the same replicas in all replays"
-        before = self.tokens[after - 1] if after else 0
+    def assert_alike(self, stock: Any, ours: Any, *, eager_steps: int) -> None:
+        """``ours`` is ``stock``; plans differ, and replicas compute, in replays, which follow ``eager_steps``."""
+        import graphs_on_cpu
+        import tiny_gpt
+
+        tiny_gpt.assert_trained_alike(stock, ours)
+        graphs_on_cpu.assert_replayed(at_least=1)
+        assert len(set(self.plans[eager_steps:])) > 1, "the same replicas in all replays"
+        before = self.tokens[eager_steps - 1] if eager_steps else 0
         assert self.tokens[-1] > before, f"no replica computed in a replay: {self.tokens}"
 
 
-def _assert_alike(stock: Any, ours: Any, moving: _Moving, *, eager_steps: int) -> None:
-    import graphs_on_cpu
-    import tiny_gpt
-
-    tiny_gpt.assert_trained_alike(stock, ours)
-    graphs_on_cpu.assert_replayed(at_least=1)
-    moving.assert_changed(after=eager_steps)
+def _names(num_ranks: int) -> list:
+    names = [n for n, (_, layout, _) in TRANSFORMER_ENGINE.items() if layout.num_ranks == num_ranks]
+    return quick(names, [name for name in ("router-late", "preprocess") if name in names])
 
 
-@pytest.mark.parametrize("name", quick(TRANSFORMER_ENGINE, QUICK.split()))
+@pytest.mark.parametrize("name", _names(2))
 @ranks(2, preload="te")
 def test_transformer_engines_graphs(name: str) -> None:
+    _compare(*TRANSFORMER_ENGINE[name])
+
+
+@pytest.mark.parametrize("name", _names(4))
+@ranks(4, preload="te")
+def test_four_ranks(name: str) -> None:
+    _compare(*TRANSFORMER_ENGINE[name])
+
+
+def _compare(scopes: tuple[str, ...], layout: Layout, settings: dict[str, Any]) -> None:
     import te_on_cpu
 
     te_on_cpu.install()
+    import flex_backends
     import graphs_on_cpu
     import tiny_gpt
 
-    scopes, fields, settings, asked = TRANSFORMER_ENGINE[name]
-    case = tiny_gpt.Case(**dict(dict(accumulate=2), **fields), settings=tuple(settings.items()))
+    if "moe_flex_dispatcher_backend" in layout.model:
+        flex_backends.install()
+    case = tiny_gpt.Case(**layout.case, settings=tuple(layout.model.items()))
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
+    flex_backends.forget()
     graphs_on_cpu.install()
     declare()
-    graphed = dataclasses.replace(
-        case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings)
-    )
-    moving = _Moving()
-    hook = moving.hook(**asked)
-    eager_steps = min(2, settings.get("cuda_graph_warmup_steps", 2))
+    model = graphs_on_cpu.transformer_engine(*scopes, **layout.model)
+    moving, eager_steps = _Moving(), layout.model.get("cuda_graph_warmup_steps", 2)
     ours = graphs_on_cpu.train(
-        graphed, steps=5, eager_steps=eager_steps, hook=hook, before_step=moving
+        dataclasses.replace(case, settings=model),
+        steps=5,
+        eager_steps=eager_steps,
+        hook=moving.hook(**settings),
+        before_step=moving,
     )
-    _assert_alike(stock, ours, moving, eager_steps=eager_steps)
+    moving.assert_alike(stock, ours, eager_steps=eager_steps)
 
 
-@pytest.mark.parametrize("name", quick(["hybrid", "mamba-layer"], ["mamba-layer"]))
+@pytest.mark.parametrize("name", quick(HYBRID, ["mamba-layer"]))
 @ranks(2)
 def test_megatrons_own_graphs(name: str) -> None:
     """They hold the router and the preprocessing, and what comes after the experts."""
@@ -131,30 +144,25 @@ def test_megatrons_own_graphs(name: str) -> None:
     import tiny_gpt
     import tiny_hybrid
 
-    scopes, lifetime = {
-        "hybrid": (("attn", "moe_router"), "iteration"),
-        "mamba-layer": (("mamba", "moe_preprocess"), "layer"),
-    }[name]
+    scopes, lifetime = HYBRID[name]
     tiny_hybrid.install("M*EM*E")
     case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 6),))
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
     graphs_on_cpu.install()
     declare()
-    graphed = dataclasses.replace(
-        case, settings=graphs_on_cpu.local(*scopes, **dict(case.settings))
+    model, moving = graphs_on_cpu.local(*scopes, **dict(case.settings)), _Moving()
+    ours = tiny_gpt.train(
+        dataclasses.replace(case, settings=model),
+        steps=5,
+        hook=moving.hook(lifetime=lifetime),
+        before_step=moving,
     )
-    moving = _Moving()
-    hook = moving.hook(lifetime=lifetime)
-    ours = tiny_gpt.train(graphed, steps=5, hook=hook, before_step=moving)
-    _assert_alike(stock, ours, moving, eager_steps=1)
+    moving.assert_alike(stock, ours, eager_steps=1)
 
 
-@pytest.mark.parametrize(
-    "scopes", [pytest.param(("attn", "moe_router"), marks=pytest.mark.slow), SCOPES], ids="-".join
-)
 @ranks(2, preload="te")
-def test_without_replicas_nothing_differs(scopes: tuple[str, ...]) -> None:
+def test_without_replicas_nothing_differs() -> None:
     """Bitwise: no slots; then slots, where no copy pays. Evaluation in between runs without graphs."""
     import te_on_cpu
 
@@ -162,90 +170,23 @@ def test_without_replicas_nothing_differs(scopes: tuple[str, ...]) -> None:
     import graphs_on_cpu
     import tiny_gpt
 
+    def evaluate(trained: Any) -> float:
+        with tiny_gpt.evaluating(trained.chunks):
+            return tiny_gpt.run(case, trained.chunks, 100, num_microbatches=2, forward_only=True)
+
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=4)
-    tokens_of_evaluation = 2
-    evaluated = _evaluate(case, stock, tokens_of_evaluation)
-    graphs_on_cpu.install()
-    declare()
-    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*scopes))
-    for asked in (dict(slots=0), dict(speeds=None)):
-        ours = graphs_on_cpu.train(graphed, steps=4, hook=tiny_gpt.fssdp_hook(**asked))
-        assert ours.replicas == 0 and tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
-        assert _evaluate(case, ours, tokens_of_evaluation) == evaluated
-        graphs_on_cpu.assert_replayed(at_least=4)
-        graphs_on_cpu.delete_graphs()
-
-
-def _evaluate(case: Any, trained: Any, num_microbatches: int) -> float:
-    import tiny_gpt
-
-    with tiny_gpt.evaluating(trained.chunks):
-        return tiny_gpt.run(
-            case, trained.chunks, 100, num_microbatches=num_microbatches, forward_only=True
-        )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["deepep", "hybridep"])
-@ranks(2, preload="te")
-def test_flex_dispatchers(backend: str) -> None:
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import flex_backends
-
-    flex_backends.install()
-    import graphs_on_cpu
-    import tiny_gpt
-    from megatron.core.transformer.moe import fused_a2a
-
-    settings = dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend=backend)
-    case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()))
-    tiny_gpt.initialize(case)
-    stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
-    fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = (
-        None  # one per process, of the model that came first
-    )
-    graphs_on_cpu.install()
-    declare()
-    graphed = dataclasses.replace(
-        case, settings=graphs_on_cpu.transformer_engine(*SCOPES, **settings)
-    )
-    moving = _Moving()
-    hook = moving.hook()
-    ours = graphs_on_cpu.train(graphed, steps=5, eager_steps=2, hook=hook, before_step=moving)
-    _assert_alike(stock, ours, moving, eager_steps=2)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(dict(pp=2), marks=pytest.mark.slow),
-        pytest.param(dict(pp=2, vpp=2, accumulate=4), marks=pytest.mark.slow),
-        pytest.param(dict(tp=2), marks=pytest.mark.slow),
-    ],
-    ids=["pp2", "vpp2", "tp2"],
-)
-@ranks(4, preload="te")
-def test_four_ranks(layout: dict[str, int]) -> None:
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import graphs_on_cpu
-    import tiny_gpt
-
-    case = tiny_gpt.Case(**dict(dict(accumulate=2), **layout))
-    tiny_gpt.initialize(case)
-    stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
+    evaluated = evaluate(stock)
     graphs_on_cpu.install()
     declare()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*SCOPES))
-    moving = _Moving()
-    hook = moving.hook()
-    ours = graphs_on_cpu.train(graphed, steps=5, eager_steps=2, hook=hook, before_step=moving)
-    _assert_alike(stock, ours, moving, eager_steps=2)
+    for settings in (dict(slots=0), dict(speeds=None)):
+        ours = graphs_on_cpu.train(graphed, steps=4, hook=tiny_gpt.fssdp_hook(**settings))
+        assert ours.replicas == 0 and tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
+        assert evaluate(ours) == evaluated
+        graphs_on_cpu.assert_replayed(at_least=4)
+        graphs_on_cpu.delete_graphs()
 
 
 @ranks(2)
@@ -255,30 +196,26 @@ def test_what_graphs_cannot_hold_is_refused() -> None:
 
     graphs_on_cpu.install()
     tiny_gpt.initialize(tiny_gpt.Case())
-    for settings, message in (
+    padded = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    transformer_engine = graphs_on_cpu.transformer_engine
+    for model, settings, message in (
+        (graphs_on_cpu.full_iteration(), {}, r"cuda_graph_impl='full_iteration': .*_impl=none"),
         (
-            graphs_on_cpu.full_iteration(),
-            r"cuda_graph_impl='full_iteration': .*set model.cuda_graph_impl=none",
-        ),
-        (
-            graphs_on_cpu.transformer_engine(
-                "moe", moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
-            ),
+            transformer_engine("moe", **padded),
+            {},
             r"cuda_graph_impl='transformer_engine': .*--cuda-graph-impl none",
         ),
         (
-            graphs_on_cpu.transformer_engine(
-                *SCOPES, moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True
-            ),
-            r"moe_pad_expert_input_to_capacity=True: .*=false or leave out --moe-pad-expert-input-to-capacity",
+            transformer_engine(*SCOPES, **padded),
+            {},
+            r"moe_pad_expert_input_to_capacity=True: .*=false or leave out --moe-pad-expert-input",
         ),
-        (graphs_on_cpu.local(), r"cuda_graph_impl='local': .*set model.cuda_graph_impl=none"),
+        (graphs_on_cpu.local(), {}, r"cuda_graph_impl='local': .*set model.cuda_graph_impl=none"),
+        (
+            transformer_engine(*SCOPES),
+            dict(late_replicas=2),
+            r"moe_fssdp_late_replicas=2: .*or --moe-fssdp-late-replicas 0",
+        ),
     ):
-        case = tiny_gpt.Case(settings=settings)
         with pytest.raises(ValueError, match=message):
-            tiny_gpt.build(case, tiny_gpt.fssdp_hook())
-    late = tiny_gpt.Case(settings=graphs_on_cpu.transformer_engine(*SCOPES))
-    with pytest.raises(
-        ValueError, match=r"moe_fssdp_late_replicas=2: .*or --moe-fssdp-late-replicas 0"
-    ):
-        tiny_gpt.build(late, tiny_gpt.fssdp_hook(late_replicas=2))
+            tiny_gpt.build(tiny_gpt.Case(settings=model), tiny_gpt.fssdp_hook(**settings))

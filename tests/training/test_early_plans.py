@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 import pytest
-from quick import quick
 from ranks import ranks
 
 
@@ -34,9 +33,8 @@ def _train(case: Any, steps: int, **settings: Any) -> tuple[Any, list[str]]:
     return run, threads
 
 
-@pytest.mark.parametrize("lifetime", quick(["iteration", "layer"], ["iteration", "layer"]))
 @ranks(2)
-def test_plans_of_the_thread_are_those_of_the_layers(lifetime: str) -> None:
+def test_plans_of_the_thread_are_those_of_the_layers() -> None:
     import tiny_gpt
 
     from megatron_hecate.step.early_plans import EarlyPlans
@@ -45,9 +43,9 @@ def test_plans_of_the_thread_are_those_of_the_layers(lifetime: str) -> None:
     tiny_gpt.initialize(case)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyPlans, "start", lambda *_: None)
-        late, threads = _train(case, 6, lifetime=lifetime)
+        late, threads = _train(case, 6)
         assert set(threads) == {"MainThread"}
-    early, threads = _train(case, 6, lifetime=lifetime)
+    early, threads = _train(case, 6)
     assert tiny_gpt.difference(late, early) == tiny_gpt.SAME
     assert early.replicas > 0
     layers = len(tiny_gpt.moe_layers(early.chunks))
@@ -94,52 +92,6 @@ def test_plans_for_a_wrong_guess_are_made_anew() -> None:
         patch.setattr(PlanInputs, "plan", fails_early)
         failed = train()
     assert tiny_gpt.difference(late, failed) == tiny_gpt.SAME
-
-
-@ranks(2)
-def test_transfers_are_worked_out_beside_the_optimizer() -> None:
-    """Schedules of fetches and returns are made in the thread, where the layers then find them."""
-    import tiny_gpt
-
-    from megatron_hecate.nvlink.domains import Stages
-    from megatron_hecate.step.early_plans import EarlyPlans
-
-    case = tiny_gpt.Case(accumulate=2, skew=4.0)
-    tiny_gpt.initialize(case)
-    made: list[tuple[str, str]] = []
-
-    def noting(name: str) -> Any:
-        build = getattr(Stages, name)
-
-        def noted(*args: Any, **kwargs: Any) -> Any:
-            made.append((name, threading.current_thread().name))
-            return build(*args, **kwargs)
-
-        return staticmethod(noted)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EarlyPlans, "start", lambda *_: None)
-        late, _ = _train(case, 6, transport="nvlink")
-    plan = EarlyPlans.plan
-
-    def plan_after_the_thread(plans: EarlyPlans, *asked: Any) -> Any:
-        for thread in threading.enumerate():
-            if thread.name == "fssdp plans":
-                thread.join(30)
-        return plan(plans, *asked)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EarlyPlans, "plan", plan_after_the_thread)
-        for name in ("of_fetch", "of_return"):
-            patch.setattr(Stages, name, noting(name))
-        early, planned = _train(case, 6, transport="nvlink")
-    assert tiny_gpt.difference(late, early) == tiny_gpt.SAME
-    assert early.replicas > 0
-    layers = len(tiny_gpt.moe_layers(early.chunks))
-    for name in ("of_fetch", "of_return"):
-        threads = [thread for what, thread in made if what == name]
-        # replicas that stay are of plans that were worked out before
-        assert threads.count("fssdp plans") >= layers, (name, threads, planned)
 
 
 @ranks(2)

@@ -17,24 +17,20 @@ FILLED = (((1,), ()), ((0, 1, 2), (0,)), ((), (2,)), ((0, 2), (0, 1)), ((), ()),
 SLOTS = 3
 
 
-@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 @ranks(2)
-def test_of_sequential_experts(lifetime: str) -> None:
+def test_of_sequential_experts() -> None:
     import tiny_gpt
 
     case = tiny_gpt.Case(accumulate=2)
     tiny_gpt.initialize(case)
-    _train_alike(case, lifetime=lifetime)
+    _train_alike(case, lifetime="layer")
 
 
 @pytest.mark.parametrize(
     ("gradients", "lifetime"),
     [
-        ("fused", "iteration"),
         ("delayed", "iteration"),
         ("biases", "layer"),
-        pytest.param("unfused", "iteration", marks=pytest.mark.slow),
-        pytest.param("delayed", "layer", marks=pytest.mark.slow),
     ],
 )
 @ranks(2, preload="te")
@@ -46,7 +42,7 @@ def test_of_grouped_experts(gradients: str, lifetime: str) -> None:
 
     tiny_gpt.install_fused_wgrad()
     settings = dict(
-        gradient_accumulation_fusion=gradients in ("fused", "delayed"),
+        gradient_accumulation_fusion=gradients == "delayed",
         delay_wgrad_compute=gradients == "delayed",
         overlap_moe_expert_parallel_comm=gradients == "delayed",
         add_bias_linear=gradients == "biases",

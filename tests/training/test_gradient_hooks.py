@@ -40,7 +40,19 @@ def _double(name: str, p: Any, seen: Seen) -> None:
     p.register_hook(lambda grad: 2 * grad)
 
 
-WATCHES: tuple[Callable, ...] = (_watch_tensor, _watch_accumulated, _watch_node, _double)
+# fields of `tiny_gpt.Case`, the hook, and what else `_compare` takes
+CASES: tuple[tuple[dict[str, Any], Callable, dict[str, Any]], ...] = (
+    ({}, _watch_accumulated, {}),
+    ({}, _watch_node, {}),
+    ({}, _double, {}),
+    ({}, _watch_tensor, dict(only="local_experts.1.")),
+    (dict(settings=(("add_bias_linear", True),)), _watch_tensor, dict(transport="nvlink")),
+    (dict(distributed_optimizer=True, overlap=True), _watch_tensor, {}),
+    # The last microbatch brings what replicas had in all: the sum is right.
+    (dict(accumulate=2), _watch_tensor, {}),
+    (dict(accumulate=2), _watch_tensor, dict(lifetime="layer")),
+    (dict(bf16=True), _watch_tensor, dict(tolerance=1e-2)),
+)
 
 
 @ranks(2)
@@ -48,33 +60,9 @@ def test_hooks() -> None:
     import tiny_gpt
 
     tiny_gpt.initialize(tiny_gpt.Case())
-    for watch in WATCHES:
-        _compare(tiny_gpt.Case(skew=2.5), watch)
-    _compare(tiny_gpt.Case(skew=2.5), _watch_tensor, transport="nvlink")
-    _compare(tiny_gpt.Case(skew=2.5), _watch_tensor, only="local_experts.1.")
-    _compare(tiny_gpt.Case(skew=2.5, distributed_optimizer=True, overlap=True), _watch_tensor)
-    _compare(tiny_gpt.Case(skew=2.5, settings=(("add_bias_linear", True),)), _watch_tensor)
-
-
-@ranks(2)
-def test_hooks_in_every_microbatch() -> None:
-    """With replicas of an iteration the last microbatch brings what replicas had in all: the sum is right. Others bring
-    it in each."""
-    import tiny_gpt
-
-    case = tiny_gpt.Case(skew=2.5, accumulate=2)
-    tiny_gpt.initialize(case)
-    for lifetime in ("iteration", "layer"):
-        _compare(case, _watch_tensor, lifetime=lifetime)
-
-
-@ranks(2)
-def test_bf16() -> None:
-    import tiny_gpt
-
-    case = tiny_gpt.Case(skew=2.5, bf16=True)
-    tiny_gpt.initialize(case)
-    _compare(case, _watch_tensor, tolerance=tiny_gpt.BF16_TOLERANCE)
+    for fields, watch, further in CASES:
+        tiny_gpt.set_num_microbatches(tiny_gpt.Case(), fields.get("accumulate", 1))
+        _compare(tiny_gpt.Case(skew=2.5, **fields), watch, **further)
 
 
 def _compare(

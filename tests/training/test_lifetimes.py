@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from quick import quick
 from ranks import ranks
 
 
@@ -48,27 +47,25 @@ def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
     assert " ".join(calls) == expected
 
 
-@pytest.mark.parametrize("lifetime", quick(["iteration", "layer"], ["layer"]))
 @ranks(2)
-def test_reentrant_checkpoints_of_torch(lifetime: str) -> None:
+def test_reentrant_checkpoints_of_torch() -> None:
     from torch.utils.checkpoint import checkpoint
 
-    _compare_checkpointed(lambda forward, x: checkpoint(forward, x, use_reentrant=True), lifetime)
+    _compare_checkpointed(lambda forward, x: checkpoint(forward, x, use_reentrant=True))
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("lifetime", quick(["iteration", "layer"], ["layer"]))
 @ranks(2, preload="te")
-def test_reentrant_checkpoints_of_transformer_engine(lifetime: str) -> None:
+def test_reentrant_checkpoints_of_transformer_engine() -> None:
     import te_on_cpu
 
     te_on_cpu.install()
     from transformer_engine.pytorch.distributed import checkpoint
 
-    _compare_checkpointed(checkpoint, lifetime)
+    _compare_checkpointed(checkpoint)
 
 
-def _compare_checkpointed(checkpoint: Callable[[Callable, Any], Any], lifetime: str) -> None:
+def _compare_checkpointed(checkpoint: Callable[[Callable, Any], Any]) -> None:
     """Around the MoE layer alone, not by Megatron: nothing but the stack tells its forward from evaluation."""
     import tiny_gpt
 
@@ -81,7 +78,7 @@ def _compare_checkpointed(checkpoint: Callable[[Callable, Any], Any], lifetime: 
         return chunks
 
     stock = tiny_gpt.train(case, hook=checkpointed)
-    hook = tiny_gpt.fssdp_hook(lifetime=lifetime)
+    hook = tiny_gpt.fssdp_hook(lifetime="layer")
     ours = tiny_gpt.train(case, hook=lambda chunks: checkpointed(hook(chunks)))
     tiny_gpt.assert_trained_alike(stock, ours)
     with tiny_gpt.evaluating(ours.chunks):

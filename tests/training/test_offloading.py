@@ -14,15 +14,11 @@ from ranks import ranks
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("modules", "fused"),
-    [
-        pytest.param(["expert_fc1", "moe_act"], False, marks=pytest.mark.slow),
-        pytest.param(["expert_fc1", "moe_act"], True, marks=pytest.mark.slow),
-        (["fused_group_mlp"], True),
-    ],
+    "modules",
+    [pytest.param(["expert_fc1", "moe_act"], marks=pytest.mark.slow), ["fused_group_mlp"]],
 )
 @ranks(2, preload="te")
-def test_offloaded_experts(modules: list[str], fused: bool) -> None:
+def test_offloaded_experts(modules: list[str]) -> None:
     import operators_on_cpu
     import te_on_cpu
 
@@ -32,14 +28,13 @@ def test_offloaded_experts(modules: list[str], fused: bool) -> None:
     import torch
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
 
-    if fused:
-        tiny_gpt.install_fused_wgrad()  # for the attention
+    tiny_gpt.install_fused_wgrad()  # for the attention
     settings = dict(
         fine_grained_activation_offloading=True,
         offload_modules=modules,
         use_transformer_engine_op_fuser="fused_group_mlp" in modules,
         min_offloaded_tensor_size=1,
-        gradient_accumulation_fusion=fused,
+        gradient_accumulation_fusion=True,
         num_layers=4,
         hidden_size=136,
         moe_ffn_hidden_size=72,

@@ -19,12 +19,10 @@ from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
-slow = pytest.mark.slow
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", [False, True])
-@pytest.mark.parametrize("recipe", ["mxfp8", "tensorwise", "blockwise", "nvfp4"])
+@pytest.mark.parametrize(("recipe", "stored"), [("tensorwise", False), ("mxfp8", True)])
 @ranks(2, preload=None)
 def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
     case = case_of(recipe, stored=stored, version="2.9.0")
@@ -35,7 +33,7 @@ def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
     tiny_gpt.assert_trained_alike(stock, ours)
 
 
-@pytest.mark.parametrize("recipe", quick(["mxfp8", "tensorwise", "blockwise", "nvfp4"], ["mxfp8"]))
+@pytest.mark.parametrize("recipe", quick(["mxfp8", "blockwise"], ["mxfp8"]))
 @ranks(2, preload=packages)
 def test_quantized_activations(recipe: str) -> None:
     """Which tokens share a scale differs, and gradients with it, by less than what quantization itself does."""
@@ -187,10 +185,9 @@ def test_unknown_quantizers_of_one_linear_are_refused() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", [False, True])
 @ranks(2, preload="te-blackwell")
-def test_frozen_experts(stored: bool) -> None:
-    case = case_of("mxfp8", stored=stored)
+def test_frozen_experts() -> None:
+    case = case_of("mxfp8", stored=True)
     import tiny_gpt
 
     def freeze(chunks: list) -> list:
@@ -204,11 +201,10 @@ def test_frozen_experts(stored: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 @ranks(2, preload="te-blackwell")
-def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
+def test_evaluation_within_a_step_changes_nothing() -> None:
     """Between a forward and its backward, on quantized copies that evaluation makes for itself."""
-    case, convert = case_of("mxfp8"), hook_of(lifetime=lifetime)
+    case, convert = case_of("mxfp8"), hook_of(lifetime="layer")
     import tiny_gpt
     import torch
 
@@ -238,23 +234,18 @@ def test_evaluation_within_a_step_changes_nothing(lifetime: str) -> None:
     )
 
 
-@pytest.mark.parametrize("direction", ["to stock", pytest.param("from stock", marks=slow)])
 @ranks(2, preload="te-blackwell")
-def test_checkpoints_of_quantized_parameters(direction: str) -> None:
+def test_checkpoints_of_quantized_parameters() -> None:
     """Loaded weights are quantized anew in stock and in FSSDP, and both go on alike."""
     case = case_of("mxfp8", SHARDED, stored=True)
     import checkpoints
     import tiny_gpt
 
-    hooks = [hook_of(), fuse_wgrad]
-    writer, reader = hooks if direction == "to stock" else reversed(hooks)
-    written = tiny_gpt.train(case, hook=writer)
     folder = checkpoints.shared_folder("checkpoint")
-    checkpoints.save(written, folder)
-    read = tiny_gpt.train(case, steps=2, hook=reader)
-    checkpoints.load(read, folder)
-    again = tiny_gpt.train(case, steps=2, hook=fuse_wgrad)
-    checkpoints.load(again, folder)
-    assert [read.step(s) for s in (3, 4, 5)] == pytest.approx(
-        [again.step(s) for s in (3, 4, 5)], rel=1e-5
-    )
+    checkpoints.save(tiny_gpt.train(case, hook=hook_of()), folder)
+    losses = []
+    for hook in (hook_of(), fuse_wgrad):
+        run = tiny_gpt.train(case, steps=2, hook=hook)
+        checkpoints.load(run, folder)
+        losses.append([run.step(step) for step in (3, 4, 5)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
