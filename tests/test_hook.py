@@ -121,35 +121,6 @@ def test_the_line_that_says_what_is_on() -> None:
 
 @pytest.mark.newest
 @ranks(4)
-def test_ranks_that_hold_as_much_share_a_table() -> None:
-    import contextlib
-    import io
-
-    import tiny_gpt
-    import torch.distributed as dist
-
-    # one dense layer, then three MoE layers: two of them on the second pipeline stage
-    case = tiny_gpt.Case(
-        pp=2, accumulate=2, settings=(("num_layers", 4), ("moe_layer_freq", [0, 1, 1, 1]))
-    )
-    tiny_gpt.initialize(case)
-    said = io.StringIO()
-    for slots in (2, 0):
-        chunks, _ = tiny_gpt.build(case)
-        with contextlib.redirect_stdout(said):
-            tiny_gpt.fssdp_hook(slots=slots)(chunks)
-    if dist.get_rank() == 0:
-        tables = [
-            line.split(": ")[0]
-            for line in said.getvalue().splitlines()
-            if line.startswith("expert memory")
-        ]
-        expected = ["expert memory of rank 0-1", "expert memory of rank 2-3"]
-        assert tables == expected, "once: without slots there is nothing to tell"
-
-
-@pytest.mark.newest
-@ranks(4)
 def test_a_stage_without_moe_layers_is_fine() -> None:
     import tiny_gpt
 
@@ -163,28 +134,24 @@ def test_a_stage_without_moe_layers_is_fine() -> None:
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize("observe", [False, True])
 @ranks(4)
-def test_again_where_a_stage_has_no_moe_layers(observe: bool) -> None:
+def test_again_where_a_stage_has_no_moe_layers() -> None:
     """As where Megatron is given the hook twice: no rank may ask others that have nothing to do."""
     import tiny_gpt
     from megatron.core import parallel_state
 
     case = tiny_gpt.Case(pp=2, settings=(("moe_layer_freq", [0, 1]),))
     tiny_gpt.initialize(case)
-    hook = fssdp(
-        HecateConfig(
-            observe=observe, speeds=tiny_gpt.FREE, timeout=15, record=os.environ["TEST_FOLDER"]
-        )
-    )
-    chunks = hook(tiny_gpt.build(case)[0])
-    assert hook(chunks) is chunks
-    wrapped = tiny_gpt.wrap(case, chunks, chunks[0].config)[0]
-    assert hook(wrapped) is wrapped
-    assert (
-        len(tiny_gpt.moe_layers(hook(tiny_gpt.build(case)[0])))
-        == parallel_state.get_pipeline_model_parallel_rank()
-    )
+    for observe in (False, True):
+        folder = f"{os.environ['TEST_FOLDER']}/{observe}"
+        settings = HecateConfig(observe=observe, speeds=tiny_gpt.FREE, timeout=15, record=folder)
+        hook = fssdp(settings)
+        chunks = hook(tiny_gpt.build(case)[0])
+        assert hook(chunks) is chunks
+        wrapped = tiny_gpt.wrap(case, chunks, chunks[0].config)[0]
+        assert hook(wrapped) is wrapped
+        stage = parallel_state.get_pipeline_model_parallel_rank()
+        assert len(tiny_gpt.moe_layers(hook(tiny_gpt.build(case)[0]))) == stage
 
 
 @ranks(2)
@@ -227,11 +194,8 @@ def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
     "fails",
     [
         "switch_on.proposal._find_unsupported",
-        "switch_on.proposal._estimate_memory",
-        "switch_on.wrappers.find_wrapped",
         "megatron.assumptions.broken_assumptions",
         "record.observe._attach",
-        "record.observe._ranks_in_step",
     ],
 )
 @ranks(2)
@@ -328,16 +292,13 @@ def test_the_hook_after_ddp_is_refused() -> None:
     """Given what wraps the model, or the model that is wrapped; whatever the slots."""
     import tiny_gpt
 
-    for case in (tiny_gpt.Case(), tiny_gpt.Case(bf16=True, distributed_optimizer=True)):
-        tiny_gpt.initialize(case)
-        for slots in (0, 2):
-            chunks, config = tiny_gpt.build(case)
-            wrapped, _ = tiny_gpt.wrap(case, chunks, config)
-            for given in (wrapped, chunks, wrapped[0]):
-                with pytest.raises(
-                    ValueError,
-                    match="DistributedDataParallel has wrapped the model already; call the",
-                ):
-                    tiny_gpt.fssdp_hook(slots=slots)(given)
-            assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
-        tiny_gpt.parallel_state.destroy_model_parallel()
+    case = tiny_gpt.Case(bf16=True, distributed_optimizer=True)
+    tiny_gpt.initialize(case)
+    message = "DistributedDataParallel has wrapped the model already; call the"
+    for slots in (0, 2):
+        chunks, config = tiny_gpt.build(case)
+        wrapped, _ = tiny_gpt.wrap(case, chunks, config)
+        for given in (wrapped, chunks, wrapped[0]):
+            with pytest.raises(ValueError, match=message):
+                tiny_gpt.fssdp_hook(slots=slots)(given)
+        assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))

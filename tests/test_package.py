@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from packaging.metadata import Metadata
-from pretraining import ROOT, losses, prepare_text
+from pretraining import ROOT
 
 from megatron_hecate import __version__
 
@@ -218,38 +218,3 @@ def test_the_installed_commands(environment: Environment) -> None:
     assert f"CPU ranks: compiled, {environment.folder / 'cache'}/" in done.stdout
     typed = "import importlib.resources as r; print((r.files('megatron_hecate') / 'py.typed').is_file())"
     assert environment.run("python", "-c", typed).stdout == "True\n"
-
-
-@pytest.mark.slow
-def test_the_wheel_trains_by_the_console_script(
-    built: Built, environment: Environment, tmp_path: Path
-) -> None:
-    """Two ranks, as ``torchrun --no-python megatron-hecate run``; and a page about the record.
-
-    Oracle: the same training without our launcher.
-    """
-    import demo
-
-    examples = built.source / "examples"
-    text = prepare_text(tmp_path)
-    torchrun = "python -m torch.distributed.run --nproc-per-node 2 --standalone".split()
-    script = [
-        str(examples / "run_on_cpu.py"),
-        str(examples / "pretrain_gpt.py"),
-        *demo.megatron_flags(),
-    ]
-    script += "--hidden-size 32 --moe-ffn-hidden-size 64 --micro-batch-size 1 --global-batch-size 4".split()
-    script += f"--train-iters 6 --data-path {text} --data-cache-path {text}-cache".split()
-    stock = environment.run(*torchrun, *script, timeout=300)
-    assert stock.returncode == 0, stock.stdout[-3000:] + stock.stderr[-3000:]
-    launch = "--no-python megatron-hecate run --moe-fssdp --moe-fssdp-record run --".split()
-    done = environment.run(*torchrun, *launch, *script, timeout=300)
-    log = done.stdout + done.stderr
-    assert done.returncode == 0 and "FSSDP on: 4 MoE layers" in log, log[-6000:]
-    assert len(losses(log)) == 6
-    assert losses(log) == pytest.approx(losses(stock.stdout), rel=1e-5)
-    page = environment.run("megatron-hecate", "report", "run")
-    assert page.returncode == 0 and (environment.work / "run" / "report.html").is_file(), (
-        page.stderr
-    )
-    assert "(MIT)" in (environment.work / "run" / "report.html").read_text()
