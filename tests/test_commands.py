@@ -57,39 +57,23 @@ def folder(tmp_path: Path) -> Path:
     return recorded.write(tmp_path / "run", size, held=recorded.arrays(size))
 
 
+OPTIONS = {
+    "check": "--settings FILE",
+    "report": "--export",
+    "what-if": "--step-ms",
+    "measure": "FILE",
+    "run": "--moe-fssdp-slots N",
+}
+
+
 def test_overview_and_version(run) -> None:
     assert run("--version") == (0, f"megatron-hecate {__version__}\n", "")
     assert run("--help") == run("-h") == (0, overview() + "\n", "")
     assert list(COMMANDS) == ["check", "report", "what-if", "measure", "run"]
     assert all(f"\n  {name} " in overview() for name in COMMANDS)
-    assert max(map(len, overview().splitlines())) <= 100
-
-
-@pytest.mark.parametrize(
-    ("command", "option"),
-    {
-        "check": "--settings FILE",
-        "report": "--export",
-        "what-if": "--step-ms",
-        "measure": "FILE",
-        "run": "--moe-fssdp-slots N",
-    }.items(),
-)
-def test_every_command_has_its_own_help(run, command: str, option: str) -> None:
-    status, out, _ = run(command, "--help")
-    assert status == 0 and option in out
-    assert out.splitlines()[0].replace("_", "-").count(f"megatron-hecate {command}") == 1
-    for other in ("--settings", "--export", "--step-ms", "--moe-fssdp-slots"):
-        assert (other in out) == option.startswith(other)
-
-
-def test_the_console_script_and_the_module_are_the_same() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"megatron-hecate": "megatron_hecate.__main__:main"}
-    done = python("-m", "megatron_hecate", "--version")
-    assert (done.returncode, done.stdout) == (0, f"megatron-hecate {__version__}\n")
-    script = "import sys; sys.argv[1:] = ['--version']; from megatron_hecate.__main__ import main; main()"
-    assert python("-c", script).stdout == done.stdout
+    for command, option in OPTIONS.items():
+        status, out, _ = run(command, "--help")
+        assert status == 0 and option in out
 
 
 def test_the_name_of_a_command_as_a_value(run, folder: Path, tmp_path: Path, monkeypatch) -> None:
@@ -103,11 +87,8 @@ def test_the_name_of_a_command_as_a_value(run, folder: Path, tmp_path: Path, mon
     "words",
     [
         ["--moe-fssdp-slots", "3", "SCRIPT", "report", "--check"],
-        ["--moe-fssdp-slots", "3", "--", "SCRIPT", "report", "--check"],
-        ["run", "--moe-fssdp-slots", "3", "SCRIPT", "report", "--check"],
         ["run", "--moe-fssdp-slots", "3", "--", "SCRIPT", "report", "--check"],
         ["run", "--moe-fssdp-slots", "3", "--", "-m", "target", "report", "--check"],
-        ["run", "--moe-fssdp-slots", "3", "-m", "target", "report", "--check"],
         ["run", "--moe-fssdp-slots=3", "-m", "target", "report", "--check"],
     ],
     ids=" ".join,
@@ -136,19 +117,13 @@ def test_a_script_named_like_a_command(run, started: list, tmp_path: Path, monke
     ("words", "message"),
     [
         ("", "no SCRIPT.py given, nor -m MODULE, nor a console command\n"),
-        ("--moe-fssdp", "no SCRIPT.py given, nor -m MODULE, nor a console command\n"),
-        ("run --moe-fssdp --", "no SCRIPT.py given, nor -m MODULE, nor a console command\n"),
         ("reprt run", "reprt does not exist; give a script, -m MODULE, or a console command of this "
          "Python environment; megatron-hecate --help lists our own commands\n"),
         ("no-such.py report", "megatron-hecate run: error: no-such.py does not exist\n"),
-        ("--mesure x", "unrecognized arguments: --mesure\n"),
         ("--moe-fssdp --report x", "unrecognized arguments: --report\n"),
         ("run --report x", "megatron-hecate run: error: unrecognized arguments: --report\n"),
         ("run -- --moe-fssdp x.py", "must follow --, got --moe-fssdp; our flags stand before --, or"),
         ("report", "megatron-hecate report: error: the following arguments are required: RUN_DIR"),
-        ("report a --stagse 4", "megatron-hecate report: error: unrecognized arguments: --stagse 4"),
-        ("check file", "megatron-hecate check: error: unrecognized arguments: file"),
-        ("what-if", "megatron-hecate what-if: error: the following arguments are required: trace"),
         ("measure a b", "megatron-hecate measure: error: unrecognized arguments: b"),
     ],
 )  # fmt: skip
@@ -159,6 +134,8 @@ def test_wrong_words_name_the_way_out(run, words: str, message: str) -> None:
 
 def test_commands_import_what_they_need_alone() -> None:
     """``--help`` and ``--version`` answer at once, also where torch takes seconds to import."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["scripts"] == {"megatron-hecate": "megatron_hecate.__main__:main"}
     code = "import sys; from megatron_hecate.__main__ import main; main(['--help']); main(['--version'])\n"
     code += "assert not {'torch', 'numpy', 'numba'} & set(sys.modules)"
     done = python("-c", code)
@@ -171,21 +148,10 @@ def test_ranks_other_than_0_print_one_line(run, monkeypatch) -> None:
     assert run("reprt") == (2, "", message)
 
 
-@pytest.mark.parametrize(
-    "command", ["run --moe-fssdp SCRIPT", "--moe-fssdp SCRIPT", "run", "measure x"]
-)
+@pytest.mark.parametrize("command", ["--moe-fssdp SCRIPT", "measure x"])
 @pytest.mark.parametrize(
     ("variable", "value", "least"),
-    [
-        ("RANK", "abc", 0),
-        ("RANK", "", 0),
-        ("RANK", "-1", 0),
-        ("RANK", "1.0", 0),
-        ("LOCAL_RANK", "gpu0", 0),
-        ("WORLD_SIZE", "two", 1),
-        ("WORLD_SIZE", "0", 1),
-        ("LOCAL_WORLD_SIZE", "$GPUS", 1),
-    ],
+    [("RANK", "-1", 0), ("LOCAL_RANK", "gpu0", 0), ("WORLD_SIZE", "0", 1)],
 )
 def test_variables_of_torchrun_that_are_no_numbers(
     command: str, variable: str, value: str, least: int, run, tmp_path: Path, monkeypatch

@@ -18,19 +18,17 @@ import pytest
 import megatron_hecate
 from megatron_hecate import __main__ as command_line
 from megatron_hecate import files
-from megatron_hecate.plan import H100
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
-
-pytestmark = pytest.mark.fast
 
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("content", ["text: µ", b"\0bytes", memoryview(b"view"), ""])
-def test_content_and_mode(content: str | bytes | memoryview, tmp_path: Path) -> None:
+@pytest.mark.fast
+@pytest.mark.parametrize("content", ["text: µ", b"\0bytes"])
+def test_content_and_mode(content: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "file"
     for mode, right in ((files.OPEN_TO_UMASK, 0o666), (files.PRIVATE, 0o600)):
         files.replace(path, content, mode=mode)
@@ -41,6 +39,7 @@ def test_content_and_mode(content: str | bytes | memoryview, tmp_path: Path) -> 
     assert _names(tmp_path) == ["file"]
 
 
+@pytest.mark.fast
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text("old")
@@ -49,15 +48,8 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "old" and (tmp_path / "link").read_text() == "new"
 
 
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-def _link_to_device(path: Path) -> None:
-    path.symlink_to("/dev/null")
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, _folder, _link_to_device])
+@pytest.mark.fast
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/null")])
 def test_what_is_no_file_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "out"
     make(path)
@@ -67,6 +59,7 @@ def test_what_is_no_file_is_refused(make: Callable[[Path], None], tmp_path: Path
     assert _names(tmp_path) == ["out"]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("name", ["missing/out", "file/out"])
 def test_a_folder_that_is_none(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
@@ -79,12 +72,6 @@ def test_a_folder_that_is_none(name: str, tmp_path: Path) -> None:
 def _report(folder: Path) -> tuple[list[str], list[Path]]:
     outputs = [folder / "report.html", folder / "figures.json"]
     return ["report", str(folder), "--export", str(outputs[1])], outputs
-
-
-def _report_as_table(folder: Path) -> tuple[list[str], list[Path]]:
-    outputs = [folder / "page.html", folder / "figures.csv"]
-    command = ["report", str(folder), "--out", str(outputs[0]), "--export", str(outputs[1])]
-    return command, outputs
 
 
 def _what_if(folder: Path) -> tuple[list[str], list[Path]]:
@@ -104,7 +91,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("command_of", [_report, _report_as_table, _what_if])
+@pytest.mark.parametrize("command_of", [_report, _what_if])
 def test_outputs_of_commands(
     command_of: Callable[[Path], tuple[list[str], list[Path]]], tmp_path: Path
 ) -> None:
@@ -138,12 +125,3 @@ def test_outputs_of_commands(
     assert command_line.main(command) == 0
     assert target.read_text() == "old"
     assert all(path.is_file() and not path.is_symlink() for path in outputs)
-
-
-def test_speeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "speeds.json"
-    path.write_text("good, from before")
-    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left")))
-    with pytest.raises(OSError, match="No space left"):
-        H100.save(path, origin="a test")
-    assert path.read_text() == "good, from before" and _names(tmp_path) == ["speeds.json"]

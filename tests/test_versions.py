@@ -20,12 +20,10 @@ def _takes(requirement: str, version: str) -> bool:
     return Requirement(requirement).specifier.contains(version, prereleases=True)
 
 
-@pytest.mark.parametrize(
-    "version", ["2.11.0a0+eb65b36914.nv26.02", "2.11.0", "2.12.0a0+0123", "2.13.0+cpu"]
-)
-def test_torch_of_containers(version: str) -> None:
+def test_torch_of_containers() -> None:
     (torch,) = [name for name in PROJECT["dependencies"] if name.startswith("torch")]
-    assert _takes(torch, version)
+    for version in ("2.11.0a0+eb65b36914.nv26.02", "2.11.0", "2.13.0+cpu"):
+        assert _takes(torch, version)
     assert not _takes(torch, "2.10.0") and not _takes(torch, "2.10.1+cu130")
 
 
@@ -46,17 +44,12 @@ def test_other_packages_before_their_release() -> None:
         ("0.15.0rc8", False),
         # main after the branch of 0.16, which Primus pins
         ("0.16.0rc0", True),
-        ("0.16.0rc0+d3528a21", True),
-        ("0.16.0rc1", False),
         ("0.16.0", False),
         ("0.16.1rc0", True),
         ("0.16.1", True),
-        ("0.18.0.dev", True),
         ("0.19.2+91b6a64", True),
-        ("0.20.0rc0", True),
         ("0.20.3", True),
         ("0.21.0.dev0", False),
-        ("0.21.0rc1", False),
         ("1.0", False),
         ("main", False),
     ],
