@@ -1,0 +1,108 @@
+"""NeMo-RL's own router replay, and verl's own patch of Megatron's, where $HECATE_NEMO_RL and $HECATE_VERL name
+checkouts: tokens without a route choose their experts.
+
+Only the modules of router replay run; the packages around them need ray, and three names from them are given here. The
+loop of NeMo-RL follows ``model_forward`` of ``nemo_rl/models/megatron/train.py``, 7ea279ab. Oracle: stock Megatron in
+the same loop; loads counted token by token in Python.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from layouts import FULL
+from ranks import ranks
+from replayed_routes import (
+    REPLAY,
+    TOKENS,
+    assert_counted,
+    note_forecasts,
+    replay,
+    routes_of,
+    train_steps,
+)
+
+pytestmark = pytest.mark.newest
+KNOWN = torch.arange(TOKENS) % 4 < 3
+
+
+def _load(checkout: str, name: str) -> types.ModuleType:
+    """Execute a module of a checkout, whose packages are not."""
+    file = Path(os.environ[checkout], *name.split(".")).with_suffix(".py")
+    spec = importlib.util.spec_from_file_location(name, file)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compare(case: Any) -> Any:
+    """Train with and without FSSDP; return the run with it."""
+    import tiny_gpt
+
+    stock = train_steps(case, 2)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    ours = train_steps(case, 2, lifetime="layer", slots=2)
+    tiny_gpt.assert_trained_alike(stock, ours, "layer")
+    assert_counted(found, KNOWN)
+    return ours
+
+
+@pytest.mark.skipif("HECATE_NEMO_RL" not in os.environ, reason="no checkout of NeMo-RL is named")
+@ranks(2)
+def test_nemo_rls_own_router_replay() -> None:
+    import tiny_gpt
+    from megatron.core import parallel_state
+
+    case = tiny_gpt.Case(settings=(REPLAY, *FULL.items()))
+    tiny_gpt.initialize(case)
+    interfaces = types.ModuleType("nemo_rl.models.generation.interfaces")
+    interfaces.ROUTED_EXPERTS_MISSING_ROUTE_SENTINEL = -1
+    policy = types.ModuleType("nemo_rl.models.policy")
+    policy.PolicyConfig = dict
+    sys.modules |= {module.__name__: module for module in (interfaces, policy)}
+    _load("HECATE_NEMO_RL", "nemo_rl.utils.r3_trace")
+    nemo_rl = _load("HECATE_NEMO_RL", "nemo_rl.models.megatron.router_replay")
+    original, steps = tiny_gpt.forward_step, {}
+
+    def forward_step(iterator: Any, model: Any, *args: Any, **settings: Any) -> Any:
+        step = steps[model] = steps.get(model, -1) + 1
+        rank = parallel_state.get_data_parallel_rank()
+        routes = [routes_of(step, 0, layer, rank) for layer in range(case.layers)]
+        payload = torch.stack(routes, dim=1).masked_fill(~KNOWN[:, None, None], -1)
+        nemo_rl.set_router_replay_forward(model, payload.to(torch.int16).unsqueeze(0))
+        result = original(iterator, model, *args, **settings)
+        nemo_rl.set_router_replay_backward(model)
+        return result
+
+    tiny_gpt.forward_step = forward_step
+    _compare(case)
+
+
+@pytest.mark.skipif("HECATE_VERL" not in os.environ, reason="HECATE_VERL names no checkout of verl")
+@ranks(2)
+def test_verls_own_patch() -> None:
+    """The real module, with masked tokens and the patched dispatcher."""
+    import tiny_gpt
+
+    verl = _load("HECATE_VERL", "verl.utils.megatron.router_replay_patch")
+    verl.apply_router_replay_patch()
+    set_routes = verl.RouterReplay.set_target_indices
+
+    def set_masked(router: Any, routes: torch.Tensor) -> None:
+        set_routes(router, routes.masked_fill(~KNOWN.unsqueeze(1), 0), replay_mask=KNOWN)
+
+    verl.RouterReplay.set_target_indices = set_masked
+    case = tiny_gpt.Case(settings=(REPLAY, *FULL.items()))
+    tiny_gpt.initialize(case)
+    replay(case.accumulate, actions=verl.RouterReplayAction)
+    ours = _compare(case)
+    assert isinstance(tiny_gpt.moe_layers(ours.chunks)[0].router.router_replay, verl.RouterReplay)
