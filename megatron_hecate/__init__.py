@@ -32,7 +32,7 @@ Boxes, which import the packages above, and which those know by a protocol only:
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from megatron_hecate.config import HecateConfig
@@ -103,11 +103,9 @@ def restore_homes(model: Any) -> None:
     Args:
         model: a model chunk or a list of model chunks, wrapped by DDP or not.
     """
-    for module in _converted_layers(model):
-        # all layers of a model share one schedule of homes
-        if module.prefetcher.rehoming is not None:
-            module.prefetcher.rehoming.restore()
-        return
+    prefetcher = _prefetcher(model)
+    if prefetcher is not None and prefetcher.rehoming is not None:
+        prefetcher.rehoming.restore()
 
 
 def release(model: Any) -> int:
@@ -125,13 +123,13 @@ def release(model: Any) -> int:
     Raises:
         RuntimeError: while gradients of replicas wait to return to their homes.
     """
-    for module in _converted_layers(model):
-        # the import loads Megatron
-        from megatron_hecate.step.memory_release import release_memory
+    prefetcher = _prefetcher(model)
+    if prefetcher is None:
+        return 0
+    # the import loads Megatron
+    from megatron_hecate.step.memory_release import release_memory
 
-        # all layers of a model share one prefetcher
-        return release_memory(module.prefetcher)
-    return 0
+    return release_memory(prefetcher)
 
 
 def iteration_begins(model: Any) -> None:
@@ -145,12 +143,9 @@ def iteration_begins(model: Any) -> None:
     Args:
         model: a model chunk or a list of model chunks, wrapped by DDP or not.
     """
-    for module in _converted_layers(model):
-        # all layers of a model share one clock
-        clock = module.prefetcher.clock
-        clock.is_told = True
-        clock.end_iteration("the loop began another iteration")
-        return
+    if (prefetcher := _prefetcher(model)) is not None:
+        prefetcher.clock.is_told = True
+        prefetcher.clock.end_iteration("the loop began another iteration")
 
 
 def weights_changed(model: Any) -> None:
@@ -162,12 +157,12 @@ def weights_changed(model: Any) -> None:
     Args:
         model: a model chunk or a list of model chunks, wrapped by DDP or not.
     """
-    for module in _converted_layers(model):
-        module.prefetcher.clock.weights_changed()
-        return
+    if (prefetcher := _prefetcher(model)) is not None:
+        prefetcher.clock.weights_changed()
 
 
-def _converted_layers(model: Any) -> Iterator[Any]:
+def _prefetcher(model: Any) -> Any:
+    """Return the prefetcher that all converted layers of a model share; ``None`` without such."""
     chunks = model if isinstance(model, list | tuple) else [model]
-    for chunk in chunks:
-        yield from (module for module in chunk.modules() if hasattr(module, "fssdp"))
+    modules = (module for chunk in chunks for module in chunk.modules())
+    return next((module.prefetcher for module in modules if hasattr(module, "fssdp")), None)

@@ -125,23 +125,23 @@ class Metrics(callbacks.Callback):
 
 def _recorded(chunks: list[Module]) -> LayerRecorder | Observer | None:
     """Return the recorder of this rank's layers, or ``None`` without MoE layers."""
-    for chunk in chunks:
-        for module in chunk.modules():
-            if hasattr(module, "fssdp"):
-                return module.prefetcher.monitor.recorder
-            if hasattr(module, "observer"):
-                return module.observer
+    for module in (module for chunk in chunks for module in chunk.modules()):
+        if hasattr(module, "fssdp"):
+            return module.prefetcher.monitor.recorder
+        if hasattr(module, "observer"):
+            return module.observer
     return None
 
 
 def _ask(config: Any, request: dict[str, Any]) -> None:
     """Store settings, by argparse's names, in the recipe; refuse a change of earlier ones."""
     earlier = vars(config).setdefault("_moe_fssdp", {})
-    changed = [name for name in request if earlier.get(name, request[name]) != request[name]]
-    if changed:
-        old = ", ".join(f"{name}={earlier[name]!r}" for name in changed)
-        new = ", ".join(f"{name}={request[name]!r}" for name in changed)
-        refuse([f"FSSDP was asked for with {old} before, now with {new}; set it in one place"])
+    refuse(
+        f"FSSDP was asked for with {name}={earlier[name]!r} before, now with {name}={value!r}; "
+        "set it in one place"
+        for name, value in request.items()
+        if earlier.get(name, value) != value
+    )
     earlier.update(request)
 
 
@@ -167,13 +167,9 @@ def _check(config: Any, settings: HecateConfig) -> None:
     problems = unsupported.find(*parts, slots=settings.slots)
     if isinstance(config.model, ModelConfig):
         # this kind of configuration holds the fields of TransformerConfig in model.transformer
-
-        def deeper(override: re.Match) -> str:
-            if override["name"] in vars(config.model):
-                return override[0]
-            return f"model.transformer.{override['name']}="
-
-        problems = [re.sub(r"\bmodel\.(?P<name>\w+)=", deeper, problem) for problem in problems]
+        own_names = "|".join(vars(config.model))
+        override = rf"\bmodel\.(?!({own_names})=)(?=\w+=)"
+        problems = [re.sub(override, "model.transformer.", problem) for problem in problems]
     refuse(problems)
 
 
@@ -182,10 +178,10 @@ def _with_fssdp(runtime_config_update: Callable) -> Callable:
         runtime_config_update(cfg)
         _ask(cfg, REQUEST.launched)
         _find_lost_overrides(cfg.model)
-        REQUEST.recipe = {**vars(cfg)["_moe_fssdp"], **fssdp_arguments(cfg.model)}
+        values = {**vars(cfg)["_moe_fssdp"], **fssdp_arguments(cfg.model)}
         for model in _models(cfg):
-            vars(model).update(REQUEST.recipe)
-        if (settings := settings_of(REQUEST.recipe)) is not None:
+            REQUEST.add(model, values)
+        if (settings := settings_of(values)) is not None:
             _check(cfg, settings)
 
     return update
@@ -196,16 +192,14 @@ def _find_lost_overrides(model: Any) -> None:
 
     Bridge drops overrides of unknown names with only a warning.
     """
-    for argument in sys.argv[1:]:
-        override = OVERRIDE.match(argument)
-        if override and (override["part"] != "model." or override["name"] not in vars(model)):
-            refuse(
-                [
-                    f"the override {argument!r} did not reach the model; known are "
-                    f"+model.{', +model.'.join(NAMES)}. Import megatron_hecate.bridge before "
-                    "overrides are applied, or start the script with our launcher"
-                ]
-            )
+    overrides = filter(None, map(OVERRIDE.match, sys.argv[1:]))
+    refuse(
+        f"the override {override.string!r} did not reach the model; known are "
+        f"+model.{', +model.'.join(NAMES)}. Import megatron_hecate.bridge before overrides are "
+        "applied, or start the script with our launcher"
+        for override in overrides
+        if override["part"] != "model." or override["name"] not in vars(model)
+    )
 
 
 assumptions.require(assumptions.BRIDGE_ASSUMPTIONS, module=__name__, by=VERSION)

@@ -21,27 +21,25 @@ class Request:
     Args:
         launched: flags given to our launcher, by argparse's names.
         parsed: newest namespace of Megatron's parser, which a script may not pass on to Megatron.
-        recipe: values of our flags in the recipe that Megatron-Bridge trains.
-        models: model configurations that ask for FSSDP by attributes (`add`).
+        models: model configurations with our flags as attributes (`add`).
         is_answered: whether a model has been converted, or has declined by its own settings.
     """
 
     launched: dict[str, Any] = dataclasses.field(default_factory=dict)
     parsed: Any = None
-    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)
     models: list[weakref.ref] = dataclasses.field(default_factory=list)
     is_answered: bool = False
 
     def add(self, config: Any, values: dict[str, Any]) -> None:
-        """Ask for FSSDP by attributes of a model's ``config``, in which the model has them, too."""
+        """Store ``values`` of our flags as attributes of a model's ``config``."""
         vars(config).update(values)
         self.models.append(weakref.ref(config))
 
     def settings(self, config: Any = None) -> HecateConfig | None:
         """Return the settings asked for, or ``None`` if FSSDP was not asked for.
 
-        In order of precedence: the model's ``config``, Bridge's recipe, Megatron's arguments, or
-        else arguments that were parsed and not stored, the launcher's flags.
+        In order of precedence: the model's ``config``, Megatron's arguments, or else arguments that
+        were parsed and not stored, the launcher's flags.
 
         Args:
             config: configuration of a model; overrides of Bridge are its attributes.
@@ -68,7 +66,7 @@ class Request:
     def _values(self, config: Any = None) -> dict[str, Any]:
         """Return the values of our flags by name, merged from all sources."""
         arguments = fssdp_arguments(_training_arguments()) or fssdp_arguments(self.parsed)
-        return {**self.launched, **arguments, **self.recipe, **fssdp_arguments(config)}
+        return {**self.launched, **arguments, **fssdp_arguments(config)}
 
 
 def _training_arguments() -> Any:
