@@ -50,21 +50,16 @@ class Model:
     @classmethod
     def find(cls, chunks: Chunks) -> Model:
         """Find all MoE layers of ``chunks``."""
-        layers: list[MoELayer] = []
-        chunk_by_layer: list[int] = []
-        for index, chunk in enumerate(chunks):
-            for module in chunk.modules():
-                if isinstance(module, MoELayer):
-                    layers.append(module)
-                    chunk_by_layer.append(index)
-        return cls(chunks, layers, chunk_by_layer)
+        modules = [(index, m) for index, chunk in enumerate(chunks) for m in chunk.modules()]
+        layers = [(index, module) for index, module in modules if isinstance(module, MoELayer)]
+        return cls(chunks, [layer for _, layer in layers], [index for index, _ in layers])
 
     def find_conflicts(self) -> list[str]:
         """List conflicts of the model, as it is now, with replicas.
 
         Wrappers and adapters may be added after the hook.
         """
-        return unsupported.find(wrappers.of_model(self.chunks), slots=0)
+        return unsupported.find(wrappers.model_settings(self.chunks), slots=0)
 
 
 class JobTimeout(StepEvents):
@@ -115,11 +110,9 @@ def attach(
                 _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
         if prefetcher.rehoming is not None:
             # a framework may keep its converter of weights in the configuration that chunks share
-            converters: dict[int, Any] = {}
-            for chunk in model.chunks:
-                converter = getattr(getattr(chunk, "config", None), "bridge", None)
-                converters[id(converter)] = converter
-            for converter in converters.values():
+            configs = [getattr(chunk, "config", None) for chunk in model.chunks]
+            converters = [getattr(config, "bridge", None) for config in configs]
+            for converter in {id(converter): converter for converter in converters}.values():
                 restore_homes_before(converter, prefetcher.rehoming, undo)
             restore_homes_before_libraries()
         prefetcher.find_conflicts = model.find_conflicts
@@ -197,18 +190,13 @@ def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) 
 
 
 def _blocks_by_layer(chunks: Chunks) -> dict[int, Module]:
-    """Map the id of each transformer layer's ``mlp`` to the transformer layer."""
-    blocks: dict[int, Module] = {}
-    for chunk in chunks:
-        for module in chunk.modules():
-            if _is_block(module):
-                blocks[id(module.mlp)] = module
-    return blocks
-
-
-def _is_block(module: Module) -> bool:
-    """Whether ``module`` is a transformer layer: attention first, then ``mlp``."""
-    return isinstance(getattr(module, "self_attention", None), Module) and hasattr(module, "mlp")
+    """Map the id of each transformer layer's ``mlp``, which follows attention, to the layer."""
+    return {
+        id(module.mlp): module
+        for chunk in chunks
+        for module in chunk.modules()
+        if isinstance(getattr(module, "self_attention", None), Module) and hasattr(module, "mlp")
+    }
 
 
 def _assign(undo: contextlib.ExitStack, target: Any, **attributes: Any) -> None:

@@ -65,7 +65,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
     proposal = Proposal.make(model, config)
     # the model is unchanged until here
     resolved, notes = proposal.agree()
-    groups = proposal.groups
+    groups = list(proposal.connection.transports)
     watchdog.watch(groups, timeout=config.timeout)
     folder = config.folder and Attempt.current().folder_of_model(config.folder)
     homes_group = _homes_group(groups, config) if config.rehome else None

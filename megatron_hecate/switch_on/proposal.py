@@ -77,11 +77,6 @@ class Proposal:
                 compile_programs(_notice)
         return cls(model, config, parts, speeds, connection, problems)
 
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        """Ranks of each expert-parallel group of this rank."""
-        return sorted({part.ranks for part in self.parts})
-
     def agree(self) -> tuple[HecateConfig, list[Note]]:
         """Agree with all ranks, or raise one error on all of them. Collective.
 
@@ -210,7 +205,11 @@ def _notice() -> None:
 
 def _find_unsupported(model: Model, config: HecateConfig) -> list[str]:
     """List unsupported settings, once each, over the configurations of all layers."""
-    sources = (wrappers.of_model(model.chunks), wrappers.of_job(), config.as_arguments())
+    sources = (
+        wrappers.model_settings(model.chunks),
+        wrappers.job_settings(),
+        config.as_arguments(),
+    )
     configs = {id(layer.config): layer.config for layer in model.layers}
     problems: list[str] = []
     for layer_config in configs.values():

@@ -18,24 +18,20 @@ from megatron_hecate.megatron.training_globals import training_arguments
 from megatron_hecate.switch_on import unsupported
 
 
-def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
+def model_settings(chunks: Iterable[Module]) -> dict[str, Any]:
     """Return settings that are on, judging by modules and parameters of the model."""
     settings: dict[str, Any] = {}
     for chunk in chunks:
-        modules = list(chunk.modules())
         inside_experts: set[int] = set()
-        for layer in modules:
+        for layer in chunk.modules():
             # a megakernel of a later Megatron leaves a layer without experts
             if isinstance(layer, MoELayer) and layer.experts is not None:
                 inside_experts.update(id(module) for module in layer.experts.modules())
-        for module in modules:
-            for setting in _asked_for_by(type(module)):
+        for module in chunk.modules():
+            for setting in _settings_of(type(module)):
                 # FSDP conflicts anywhere; adapters and ModelOpt conflict only inside the experts
-                if id(module) not in inside_experts and not setting.startswith("use_"):
-                    continue
-                settings[setting] = True
-                if setting == "peft":
-                    settings[setting] = type(module).__name__
+                if id(module) in inside_experts or setting.startswith("use_"):
+                    settings[setting] = type(module).__name__ if setting == "peft" else True
         if any(hasattr(p, "__fsdp_param__") for p in chunk.parameters()):
             settings["use_megatron_fsdp"] = True
     return settings
@@ -43,33 +39,27 @@ def of_model(chunks: Iterable[Module]) -> dict[str, Any]:
 
 def find_wrapped(chunks: Iterable[Module]) -> list[str]:
     """Return a line if the chunks contain data-parallel wrappers, or DDP wraps the chunks."""
+    names: list[str] = []
     for chunk in chunks:
-        wrappers = [
-            type(module).__name__
-            for module in chunk.modules()
-            if isinstance(module, _BaseDataParallel)
-        ]
-        wrapper = ""
-        if wrappers:
-            wrapper = wrappers[0]
-        elif any(map(_is_of_ddp, chunk.parameters())):
-            # the wrapper is outside of the chunks, but its gradients are inside
-            wrapper = "DistributedDataParallel"
-        if wrapper:
-            return [
-                f"{wrapper} has wrapped the model already; call the hook on the model chunks "
-                "before they are wrapped"
-            ]
-    return []
+        modules = chunk.modules()
+        names += [type(m).__name__ for m in modules if isinstance(m, _BaseDataParallel)]
+        # a wrapper outside of the chunks, whose gradients are inside
+        if any(map(_has_main_grad, chunk.parameters())):
+            names.append("DistributedDataParallel")
+    return [
+        f"{name} has wrapped the model already; call the hook on the model chunks before they are "
+        "wrapped"
+        for name in names[:1]
+    ]
 
 
-def _is_of_ddp(parameter: Parameter) -> bool:
+def _has_main_grad(parameter: Parameter) -> bool:
     """Return whether DDP has given ``parameter`` a main gradient, which is part of a buffer."""
     grad = getattr(parameter, "main_grad", None)
     return grad is not None and grad.untyped_storage().nbytes() > grad.nbytes
 
 
-def of_job() -> dict[str, Any]:
+def job_settings() -> dict[str, Any]:
     """Return settings of the job that runs the hook: arguments of ``megatron.training``."""
     args = training_arguments()
     names = [rule.setting for rule in unsupported.JOB] + ["enable_primus_turbo"]
@@ -77,7 +67,7 @@ def of_job() -> dict[str, Any]:
 
 
 @functools.cache
-def _asked_for_by(kind: type) -> set[str]:
+def _settings_of(kind: type) -> set[str]:
     """Return the settings that add modules of type ``kind`` to a model, by its packages."""
     settings = set()
     for base in kind.__mro__:
