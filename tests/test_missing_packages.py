@@ -123,5 +123,5 @@ def test_a_machine_without_a_compiler(
     monkeypatch.setenv("PATH", "/nowhere")
     monkeypatch.delenv("CXX", raising=False)
     assert main(["check"]) == 1
-    line = "CPU ranks: no C++ compiler found; install one (apt-get install g++)"
+    line = "CPU ranks: CPU ranks need a C++ compiler ("
     assert line in capsys.readouterr().out

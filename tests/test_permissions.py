@@ -17,14 +17,12 @@ from pathlib import Path
 os.umask(int(sys.argv[1], 8))
 folder = Path(sys.argv[2])
 (compiler := folder / "compiler").write_text('''#!/bin/sh
-if [ "$1" = --version ]; then echo compiler 1; exit; fi
 while [ "$1" != -o ]; do shift; done
 echo compiled > "$2"
 ''')
 compiler.chmod(0o700)
 os.environ["CXX"] = str(compiler)
-os.environ["MEGATRON_HECATE_CACHE"] = str(folder / "new" / "user" / "kernels")
-os.environ["NUMBA_CACHE_DIR"] = str(folder / "new" / "other" / "planner")
+os.environ["MEGATRON_HECATE_CACHE"] = str(folder / "new" / "user" / "code")
 from megatron_hecate.device.compile import host_library
 from megatron_hecate.tools import report
 from megatron_hecate.plan import H100
@@ -72,12 +70,9 @@ def test_records_follow_the_umask_and_machine_code_is_private(
         assert modes[name] == (of_folder if (tmp_path / name).is_dir() else of_file), name
     caches = {name: mode for name, mode in modes.items() if name.startswith("new")}
     code = [Path(name) for name in caches if (tmp_path / name).is_file()]
-    assert sorted(str(path.parent) for path in code) == [
-        "new/other/planner",
-        "new/user/kernels",
-    ]
+    assert [str(path.parent) for path in code] == ["new/user/code"] * 2
     for path in code:
         assert (modes[str(path)], modes[str(path.parent)]) == (0o600, 0o700), path
-    for name in ("new", "new/user", "new/other"):
+    for name in ("new", "new/user"):
         # read by others if the umask says so, and never written, also without a umask
         assert modes[name] == of_folder & 0o755, name

@@ -17,7 +17,6 @@ _HANDLE, _OUT = c_void_p, POINTER(c_void_p)
 # Per function: the CUDA version that introduced this signature, and the argument types.
 _FUNCTIONS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "cuInit": (2000, (c_uint,)),
-    "cuDriverGetVersion": (2020, (POINTER(c_int),)),
     "cuGetErrorName": (6000, (c_int, POINTER(c_char_p))),
     "cuDeviceGet": (2000, (POINTER(c_int), c_int)),
     "cuDevicePrimaryCtxRetain": (7000, (_OUT, c_int)),
@@ -47,16 +46,6 @@ def call(name: str, *arguments: Any) -> None:
     status = _function(name)(*arguments)
     if status != 0:
         raise DriverError(f"{name} failed: {_error_name(status)}")
-
-
-def version() -> int | None:
-    """Return the driver's CUDA version, 1000 * major + 10 * minor; ``None`` without a driver."""
-    number = c_int()
-    try:
-        call("cuDriverGetVersion", number)
-    except DriverError:
-        return None
-    return number.value
 
 
 def ensure_context(device: int) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from megatron_hecate import code_cache
 from megatron_hecate.device import driver
-from megatron_hecate.device.compile import cubin, explain_unloadable, load_host_library
+from megatron_hecate.device.compile import cubin, load_host_library
 
 # dynamic shared memory of a thread block that needs no opt-in
 SHARED_BYTES: int = 48 << 10
@@ -109,7 +110,10 @@ def _load_for_gpu(device: torch.device) -> _Functions:
     try:
         library = driver.load_library(binary)
     except driver.DriverError as error:
-        raise RuntimeError(explain_unloadable(error)) from error
+        raise RuntimeError(
+            f"{error}: the driver does not load the kernels that NVRTC compiled; update it to "
+            f"NVRTC's version of CUDA, or remove {code_cache.folder()}"
+        ) from error
     return _Functions(functools.partial(driver.kernel, library))
 
 

@@ -5,7 +5,7 @@ kernels, a job without slots) does not need numba. Where its import fails, that 
 ``ImportError``: there is no planner without numba. Functions of `compiled_if_possible`, which
 transports also call where nothing is planned, then run as plain Python, many times slower.
 
-Machine code is kept in `code_cache.PLANNER`.
+Machine code is kept in the folder of `code_cache`.
 """
 
 from __future__ import annotations

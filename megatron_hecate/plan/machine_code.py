@@ -1,4 +1,4 @@
-"""Cache of numba's machine code (`code_cache.PLANNER`).
+"""Cache of numba's machine code, in the folder of `code_cache`.
 
 Only `compiled` imports this module, and only when something is planned, because it imports numba.
 
@@ -25,7 +25,7 @@ import numba
 from numba.core import serialize
 from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
 
-from megatron_hecate.code_cache import PLANNER
+from megatron_hecate import code_cache
 
 # Blocks of `in_turn` that have compiled nothing yet: what begins their turn.
 _waiting: list[Callable[[], None]] = []
@@ -51,7 +51,7 @@ def in_turn(notice: Callable[[], None]) -> Iterator[None]:
 
         def begin() -> None:
             notice()
-            turn.enter_context(PLANNER.turn())
+            turn.enter_context(code_cache.turn())
 
         _waiting.append(begin)
         try:
@@ -113,9 +113,8 @@ class _Cache(FunctionCache):
         if not self._impl.check_cachable(data):
             return
         try:
-            PLANNER.write(
-                self._file_name(sig, data.codegen), serialize.dumps(self._impl.reduce(data))
-            )
+            code = serialize.dumps(self._impl.reduce(data))
+            code_cache.write(self._file_name(sig, data.codegen), code)
         except OSError as error:
             _warn_once(str(error))
 
@@ -132,7 +131,7 @@ class _Cache(FunctionCache):
 
 def _read(name: str) -> bytes | None:
     try:
-        return PLANNER.read(name)
+        return code_cache.read(name)
     except OSError as error:
         _warn_once(str(error))
         return None

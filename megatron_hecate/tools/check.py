@@ -15,16 +15,16 @@ problems that only the built modules show, such as experts that are no `TEGroupe
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_hecate import __version__
-from megatron_hecate.code_cache import PLANNER
+from megatron_hecate import __version__, code_cache
 from megatron_hecate.config import FLAG
 from megatron_hecate.tools.command_line import CommandLine
 from megatron_hecate.tools.files import jobs
@@ -243,21 +243,42 @@ def _check_here(capabilities: Sequence[tuple[int, int]]) -> int:
         return 1
     import torch
 
-    from megatron_hecate.device import compile as kernels
-
     gpus = torch.cuda.device_count()
     print(f"megatron-hecate {__version__}, torch {torch.__version__}, {gpus} GPUs")
     has_megatron = _check_megatron()
     has_planner = _check_planner()
     print("transport p2p: torch.distributed point-to-point, on gloo or NCCL")
-    lines, has_kernels = kernels.describe(capabilities)
-    for line in lines:
-        print(f"kernels, of quotas and of transport nvlink: {line}")
+    has_kernels = _check_kernels(capabilities)
     print(
         "transport auto: nvlink where peers share an NVLink domain and its self-test succeeds, "
         "else p2p"
     )
     return 0 if has_megatron and has_planner and has_kernels and not errors else 1
+
+
+def _check_kernels(capabilities: Sequence[tuple[int, int]]) -> bool:
+    """Compile the kernels for CPU ranks and GPUs; return whether those needed here work."""
+    import torch
+
+    from megatron_hecate.device.compile import CompileError, cubin, load_host_library
+
+    capabilities_here = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+    targets = sorted({*capabilities_here, *capabilities})
+    builds: dict[str, Callable[[], object]] = {"CPU ranks": load_host_library}
+    for major, minor in targets:
+        name = f"GPUs of compute capability {major}.{minor}"
+        builds[name] = functools.partial(cubin, (major, minor))
+    failed: list[str] = []
+    for name, build in builds.items():
+        try:
+            build()
+            result = f"compiled, in {code_cache.folder()}"
+        except (CompileError, OSError) as error:
+            failed.append(name)
+            result = str(error)
+        print(f"kernels, of quotas and of transport nvlink: {name}: {result}")
+    # CPU ranks are not needed where there are GPUs
+    return not [name for name in failed if name != "CPU ranks" or not targets]
 
 
 def _check_megatron() -> bool:
@@ -314,6 +335,6 @@ def _check_planner() -> bool:
         compile_home_planner()
         compile_programs()
     print(f"planner: numba {numba.__version__}, compiled")
-    for line in [problem.message for problem in problems] or [f"kept in {PLANNER.folder}"]:
+    for line in [problem.message for problem in problems] or [f"kept in {code_cache.folder()}"]:
         print(f"planner: {line}")
     return True

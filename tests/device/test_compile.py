@@ -12,13 +12,12 @@ from pathlib import Path
 import pytest
 
 from megatron_hecate import files
-from megatron_hecate.code_cache import KERNELS
+from megatron_hecate.code_cache import VARIABLE
 from megatron_hecate.device import compile
 from megatron_hecate.device.compile import CompileError, cubin, host_library
 
 pytestmark = pytest.mark.fast
 COMPILER = """#!/bin/sh
-if [ "$1" = --version ]; then echo compiler 1; exit; fi
 while [ "$1" != -o ]; do shift; done
 echo compiled > "$2"
 echo once >> "$COUNT"
@@ -33,7 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     compiler.chmod(0o700)
     folder = tmp_path / "cache"
     for name, value in (
-        (KERNELS.variable, folder),
+        (VARIABLE, folder),
         ("CXX", compiler),
         ("COUNT", tmp_path / "count"),
     ):
@@ -41,60 +40,25 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-NVCC = """#!/bin/sh
-case "$1" in
-  --version) echo "release $RELEASE, V$RELEASE.1"; exit;;
-  --list-gpu-code) printf 'sm_80\\nsm_90\\nsm_100\\nsm_110\\n'; exit;;
-esac
-for option; do case "$option" in -arch=*) arch="$option";; esac; done
-while [ "$1" != -o ]; do shift; done
-echo "$RELEASE $arch" > "$2"
-"""
-
-
-@pytest.fixture
-def nvcc(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An nvcc of CUDA 12.9 that writes its version and target instead of a cubin, where there is no NVRTC."""
-    path = cache.parent / "bin" / "nvcc"
-    path.parent.mkdir()
-    path.write_text(NVCC)
-    path.chmod(0o700)
-    monkeypatch.setenv("PATH", f"{path.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("RELEASE", "12.9")
-    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    return path
-
-
 @pytest.mark.parametrize(
     ("capability", "arch"),
     [((9, 0), 90), ((8, 9), 80), ((10, 3), 100), ((10, 0), 100), ((12, 1), None), ((8, 0), 80)],
 )
 def test_machine_code_of_an_older_minor_version_serves(
-    nvcc: Path, capability: tuple[int, int], arch: int | None
+    cache: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: int | None
 ) -> None:
     """As CUDA's manual says: a cubin runs on its own and later minor versions of a major one."""
+    nvrtc = types.SimpleNamespace(
+        nvrtcVersion=lambda: (0, 12, 9), nvrtcGetSupportedArchs=lambda: (0, [80, 90, 100, 110])
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(nvrtc=nvrtc))
+    monkeypatch.setattr(compile, "_compile_cubin", lambda _, target: target.encode())
     if arch is None:
-        message = r"nvcc .*12\.9.* compiles for sm_80, sm_90, sm_100, sm_110; none of these runs .* capability 12\.1"
+        message = r"NVRTC 12\.9 does not compile for compute capability 12\.1; install a newer"
         with pytest.raises(CompileError, match=message):
             cubin(capability)
     else:
-        assert cubin(capability) == f"12.9 -arch=sm_{arch}\n".encode()
-
-
-@pytest.mark.parametrize(
-    ("of_driver", "chosen"), [(12040, "nvcc"), (13000, "nvrtc"), (None, "nvrtc")]
-)
-def test_a_compiler_of_the_driver_s_version_is_taken(
-    nvcc: Path, monkeypatch: pytest.MonkeyPatch, of_driver: int | None, chosen: str
-) -> None:
-    """NVRTC of CUDA 13 beside nvcc of CUDA 12. A driver loads no machine code of a newer major version."""
-    nvrtc = types.SimpleNamespace(
-        nvrtcVersion=lambda: (0, 13, 1), nvrtcGetSupportedArchs=lambda: (0, [90])
-    )
-    monkeypatch.setitem(sys.modules, "cuda.bindings", types.SimpleNamespace(nvrtc=nvrtc))
-    monkeypatch.setattr(compile.driver, "version", lambda: of_driver)
-    monkeypatch.setattr(compile, "_nvrtc", lambda arch: b"nvrtc")
-    assert cubin((9, 0)) == {"nvrtc": b"nvrtc", "nvcc": b"12.9 -arch=sm_90\n"}[chosen]
+        assert cubin(capability) == f"sm_{arch}".encode()
 
 
 def _runs(cache: Path) -> int:
@@ -107,23 +71,20 @@ def test_what_is_too_old_or_has_no_compiler(cache: Path, monkeypatch: pytest.Mon
         CompileError, match=r"needs a GPU of compute capability 8.0 \(A100\) or more, got 7.5"
     ):
         cubin((7, 5))
-    monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    with pytest.raises(
-        CompileError, match=r"no compiler for CUDA found .*pip install cuda-bindings"
-    ):
+    with pytest.raises(CompileError, match=r"no compiler for GPUs .*pip install cuda-bindings"):
         cubin((9, 0))
-    monkeypatch.delenv("CXX", raising=False)
-    with pytest.raises(
-        CompileError, match=r"no C\+\+ compiler found; install one \(apt-get install g\+\+\)"
-    ):
-        host_library()
-    monkeypatch.setenv("CXX", "/nowhere/c++")
-    with pytest.raises(
-        CompileError,
-        match=r"/nowhere/c\+\+, from \$CXX, is no C\+\+ compiler .*or name another in \$CXX",
-    ):
+    for name, value in (("CXX", ""), ("CXX", "/nowhere/c++")):
+        monkeypatch.setenv("PATH", "/nowhere")
+        monkeypatch.setenv(name, value)
+        message = r"need a C\+\+ compiler .*install g\+\+ .*or name another in \$CXX"
+        with pytest.raises(CompileError, match=message):
+            host_library()
+    source = cache.parent / "fails"
+    source.write_text("#!/bin/sh\necho no such flag >&2; exit 1\n")
+    source.chmod(0o700)
+    monkeypatch.setenv("CXX", str(source))
+    with pytest.raises(CompileError, match=r"exit status 1.* no such flag"):
         host_library()
 
 
@@ -143,7 +104,7 @@ def test_what_others_may_write_is_not_executed(
         path.chmod(mode)
         with pytest.raises(
             PermissionError,
-            match=rf"{path} .*mode {mode:o}: compiled code must lie where only this user.*; run chmod go-w {path}, or name",
+            match=rf"{path} .*mode {mode:o}: compiled code must lie where only this user.*; chmod go-w it, or name",
         ):
             host_library()
         path.chmod(right)
@@ -153,7 +114,7 @@ def test_what_others_may_write_is_not_executed(
         assert host_library() == file, "root's files, as in an image"
         os.chown(file, 54321, -1)
     with pytest.raises(
-        PermissionError, match=r"belongs to user \d+.*or root may write; name another"
+        PermissionError, match=r"belongs to user \d+.*or root may write;.* name another"
     ):
         host_library()
 
@@ -174,7 +135,7 @@ def test_a_filled_cache_needs_no_compiler_and_no_writing(
 def test_a_cache_that_cannot_be_made(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.write_text("")
     for folder in (cache, cache / "folder"):
-        monkeypatch.setenv(KERNELS.variable, str(folder))
+        monkeypatch.setenv(VARIABLE, str(folder))
         with pytest.raises(OSError, match=r"name another folder in \$MEGATRON_HECATE_CACHE"):
             host_library()
 

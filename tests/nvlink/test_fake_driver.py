@@ -8,8 +8,6 @@ That the stand-in notices is shown by faults planted here.
 from __future__ import annotations
 
 import ctypes
-import shutil
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -259,37 +257,13 @@ def test_counts_that_may_run_at_once_share_no_counter() -> None:
     assert len({first, second, *counters}) == 4 and not driver.faults, driver.log
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 @ranks(1)
-def test_nvcc_alone_suffices() -> None:
-    """Without the Python bindings of CUDA kernels are compiled, loaded and launched all the same."""
-    sys.modules["cuda.bindings"] = None  # type: ignore[assignment]
-    import gpu_on_cpu
-    from rerouting_cases import check_every_token
-
-    driver = gpu_on_cpu.install()
-    check_every_token(4)
-    assert not driver.faults and "fssdp_quotas" in driver.launched, driver.log
-
-
-@pytest.mark.parametrize(
-    ("version", "way_out"),
-    [
-        (12040, r"driver is of CUDA 12\.4, which loads no machine code of CUDA 13\. "
-         r"Update the driver to one of CUDA 13, or install a compiler of CUDA 12: nvcc, on the path .*"
-         r"'cuda-bindings<13' nvidia-cuda-nvrtc-cu12"),
-        (13000, r"driver is of CUDA 13\.0; remove .*update the driver"),
-    ],
-)  # fmt: skip
-@ranks(1)
-def test_a_driver_that_takes_no_cubin_of_the_compiler_is_named(version: int, way_out: str) -> None:
+def test_a_driver_that_takes_no_cubin_of_the_compiler_is_explained() -> None:
     import gpu_on_cpu
 
-    gpu_on_cpu.install(version=version).refuse_cubins()
-    with pytest.raises(
-        RuntimeError, match=rf"CUDA_ERROR_INVALID_IMAGE: nv\w+ .*13\.\d.* compiled .*{way_out}"
-    ):
+    gpu_on_cpu.install().refuse_cubins()
+    message = r"CUDA_ERROR_INVALID_IMAGE: the driver does not load .* update it to NVRTC's version"
+    with pytest.raises(RuntimeError, match=message):
         Kernels(gpu_on_cpu.GPU)
 
 

@@ -115,7 +115,7 @@ def test_a_planted_bug_is_caught(selftests: dict[str, Path], tmp_path: Path, bug
 @pytest.fixture(scope="module", params=[(8, 0), (9, 0), (10, 0)], ids=str)
 def cubin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("cubin") / "kernels.cubin"
-    path.write_bytes(kernels.cubin(request.param, compiler="nvrtc"))
+    path.write_bytes(kernels.cubin(request.param))
     return path
 
 

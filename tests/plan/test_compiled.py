@@ -20,8 +20,7 @@ from unittest import mock
 import pytest
 
 import megatron_hecate
-from megatron_hecate import files
-from megatron_hecate.code_cache import KERNELS, PLANNER, CodeCache
+from megatron_hecate import code_cache, files
 from megatron_hecate.plan.compiled import compiled, in_turn
 from megatron_hecate.plan.machine_code import _hash_sources, _warn_once
 
@@ -47,7 +46,7 @@ def add(a, b):
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "machine code"
-    monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder))
+    monkeypatch.setenv("MEGATRON_HECATE_CACHE", str(folder))
     _warn_once.cache_clear()
     return folder
 
@@ -92,16 +91,15 @@ def test_a_change_in_another_file_of_the_folder_is_seen(cache: Path, tmp_path: P
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("cache_of", [PLANNER, KERNELS])
-def test_where_the_folder_is(cache_of: CodeCache, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (cache_of.variable, "XDG_CACHE_HOME"):
+def test_where_the_folder_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (code_cache.VARIABLE, "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", "/someone")
-    assert cache_of.folder == Path("/someone/.cache/megatron-hecate")
+    assert code_cache.folder() == Path("/someone/.cache/megatron-hecate")
     monkeypatch.setenv("XDG_CACHE_HOME", "/scratch")
-    assert cache_of.folder == Path("/scratch/megatron-hecate")
-    monkeypatch.setenv(cache_of.variable, "/named")
-    assert cache_of.folder == Path("/named")
+    assert code_cache.folder() == Path("/scratch/megatron-hecate")
+    monkeypatch.setenv(code_cache.VARIABLE, "/named")
+    assert code_cache.folder() == Path("/named")
 
 
 @pytest.mark.fast
@@ -113,7 +111,7 @@ def test_without_a_folder_each_process_compiles_and_is_told_once(
     if reason == "no folder":
         cache.write_text("a file")
     else:
-        for name in ("NUMBA_CACHE_DIR", "XDG_CACHE_HOME", "HOME"):
+        for name in ("MEGATRON_HECATE_CACHE", "XDG_CACHE_HOME", "HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
     monkeypatch.chdir(tmp_path)

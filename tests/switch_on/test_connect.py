@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ranks import ranks
 
-from megatron_hecate.code_cache import KERNELS
+from megatron_hecate.code_cache import VARIABLE
 from megatron_hecate.nvlink.transport import NVLink
 from megatron_hecate.switch_on import connect as module
 from megatron_hecate.switch_on.connect import Connection, connect
@@ -129,7 +129,7 @@ def test_problems_of_one_rank_are_problems_of_all() -> None:
     assert time.monotonic() - start < 10
 
     if rank == 1:
-        os.environ[KERNELS.variable] = "/proc/nowhere"
+        os.environ[VARIABLE] = "/proc/nowhere"
     connection = connect("nvlink", [group], problems, timeout=20.0)
     (problem,) = problems
     assert connection.name == "nvlink" and not connection.transports

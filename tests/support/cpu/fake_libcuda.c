@@ -68,7 +68,6 @@ void fake_given(unsigned count, const unsigned* size) {
 }
 
 static CUresult init(unsigned flags) { return flags ? FAULT("cuInit(%u)", flags) : CUDA_SUCCESS; }
-static CUresult driver_version(int* version) { return *version = fake.version, CUDA_SUCCESS; }
 
 static CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdevice device) {
   CONTEXT;
@@ -249,7 +248,6 @@ static CUresult proc_address(const char* name, void** function, int version, cuu
     found = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT; \
   }
   ENTRY(cuInit, 2000, init)
-  ENTRY(cuDriverGetVersion, 2020, driver_version)
   ENTRY(cuDeviceGetAttribute, 2000, device_attribute)
   ENTRY(cuGetErrorName, 6000, error_name)
   ENTRY(cuDeviceGet, 2000, device_get)

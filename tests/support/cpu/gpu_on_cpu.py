@@ -47,7 +47,7 @@ class Driver:
     """The driver, as a test sees it.
 
     Args:
-        version: of CUDA, as ``cuDriverGetVersion`` says it.
+        version: of CUDA; newer functions are missing.
         multiprocessors: of the GPU.
     """
 
