@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from parts import PUBLISHED  # noqa: E402
 
-from megatron_hecate.comm.nccl import DEFAULT_CTAS  # noqa: E402
+from megatron_hecate.comm.groups import DEFAULT_CTAS  # noqa: E402
 from megatron_hecate.nvlink import launch  # noqa: E402
 from megatron_hecate.plan import H100, Link  # noqa: E402
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
+import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -14,30 +15,41 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from megatron_hecate.comm.collectives import wait_collective
-from megatron_hecate.comm.nccl import NcclSettings, keep_timeout
-from megatron_hecate.faults.rendezvous import Question, Verdict
+from megatron_hecate.faults.attempt import Attempt
+from megatron_hecate.faults.rendezvous import job_timeout
 
+# An H100 has 132 multiprocessors. Without a bound NCCL may use 32 thread blocks for a large send.
+DEFAULT_CTAS: int = 8
 # Least number for the name of a group of ours: far above the number of groups that a rank is in, so
 # that other code never creates a group of the same name.
 FIRST_NUMBER: int = 10_000
-# Largest number by which torch has named a group of ours, by default process group.
-_largest_numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
-def next_number() -> int:
-    """Return the least number for the name of this rank's next group, see `new_group`.
+@dataclasses.dataclass(frozen=True)
+class NcclSettings:
+    """NCCL settings of a process group.
 
-    The number of groups that this rank is in is not enough: where other code has destroyed groups,
-    torch would name a group like an earlier one.
+    Args:
+        max_ctas: upper bound on the thread blocks of a kernel, each of which occupies a
+            multiprocessor; 0 leaves the choice to NCCL.
+        pairs: connect all ordered pairs of ranks when the group is created. Otherwise NCCL connects
+            a pair on the host at its first message, and a new plan with new pairs would stall
+            training.
     """
-    job = dist.group.WORLD
-    assert job is not None
-    return 1 + _largest_numbers.get(job, FIRST_NUMBER - 1)
+
+    max_ctas: int = 0
+    pairs: bool = False
+
+    def options(self) -> dist.ProcessGroupNCCL.Options:
+        # Transfers run on the group's own stream, and peers are blocked until their kernels start.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if self.max_ctas:
+            options.config.max_ctas = self.max_ctas
+        return options
 
 
 def new_group(
     ranks: Sequence[int],
-    number: int,
     *,
     description: str,
     timeout: float,
@@ -48,7 +60,8 @@ def new_group(
     NCCL connects a group at its first use, in which all of its ranks must take part. A copy of an
     expert involves a few ranks only, so a collective connects all ranks here. torch derives the
     name of a new group from the ranks and from the number of process groups that the calling rank
-    is in; ``number`` replaces the latter, because ranks may be in different numbers of groups.
+    is in, which may differ between ranks and decrease again. Here the number of our groups of the
+    same ranks replaces it: these ranks create them in the same order.
 
     slime replaces ``torch.distributed.new_group`` by a function whose groups it destroys for each
     rollout and creates again afterwards. A group of ours would then be created again under a name
@@ -57,8 +70,6 @@ def new_group(
 
     Args:
         ranks: ranks of the job, ascending.
-        number: number for the name of the group, the same on all ``ranks``, instead of the number
-            of process groups that a rank is in; at least each rank's `next_number`.
         description: text for torch's logs.
         timeout: timeout of the group, seconds; with NCCL the job's timeout if that is longer.
         nccl: NCCL settings; ``None`` on CPU ranks.
@@ -71,10 +82,14 @@ def new_group(
         use_local_synchronization=True,
         group_desc=description,
     )
-    with _no_bound_device(), _numbered(number):
-        if nccl is not None:
-            settings["pg_options"] = options = nccl.options()
-            options._timeout = settings["timeout"]
+    if nccl is not None:
+        job = job_timeout()
+        if math.isfinite(job):
+            settings["timeout"] = timedelta(seconds=max(timeout, job))
+        settings["pg_options"] = options = nccl.options()
+        options._timeout = settings["timeout"]
+    number = FIRST_NUMBER + Attempt.current().count(f"group {tuple(ranks)}")
+    with _numbered(number):
         try:
             group = distributed_c10d.new_group(list(ranks), **settings)
         # torch's error names the missing ranks in some cases only.
@@ -85,85 +100,7 @@ def new_group(
                 f" Cause: {error}"
             ) from error
     connect_ranks(group, nccl, label=description, timeout=timeout)
-    if nccl is not None:
-        keep_timeout(group, timeout)
     return group
-
-
-def connected_group(
-    groups: Sequence[Sequence[int]], *, timeout: float, on_gpus: bool
-) -> dist.ProcessGroup | None:
-    """Create the process group of all ranks that overlapping ``groups`` connect. Collective.
-
-    Args:
-        groups: groups of ranks that this rank is in; two groups are connected if they share a rank.
-        timeout: seconds.
-        on_gpus: use NCCL.
-
-    Returns:
-        The process group of the connected component; ``None`` on a rank without groups.
-
-    Raises:
-        TimeoutError: when a rank is missing; names the missing ranks.
-        RuntimeError: see `new_group`.
-    """
-    # Rank 0 sends each component under the first rank of a group: all ranks of the group compute
-    # the same name.
-    names = [str(groups[0][0])] if groups else []
-    verdict = Question.next(timeout=timeout).ask(
-        [next_number(), list(map(list, groups))], _join_groups, groups=names
-    )
-    if not groups:
-        return None
-    ranks, number = verdict.groups[names[0]]
-    nccl = NcclSettings() if on_gpus else None
-    return new_group(ranks, number, description="fssdp homes", timeout=timeout, nccl=nccl)
-
-
-def _join_groups(gathered: list[tuple[int, list[list[int]]]]) -> Verdict:
-    """Find the connected components of all groups of ranks.
-
-    Args:
-        gathered: `next_number`, and groups of ranks, by rank of the job.
-
-    Returns:
-        Under the first rank of each rank's first group: the ranks of its component, and the largest
-        `next_number` of any rank of the component.
-    """
-    lowest = _lowest_connected([groups for _, groups in gathered])
-    members: dict[int, list[int]] = {}
-    for rank, low in enumerate(lowest):
-        members.setdefault(low, []).append(rank)
-    # Once per component: a large job has thousands of ranks in one.
-    numbers = {low: max(gathered[rank][0] for rank in ranks) for low, ranks in members.items()}
-    components: dict[str, Any] = {}
-    for low, (_, groups) in zip(lowest, gathered, strict=True):
-        if groups:
-            components[str(groups[0][0])] = [members[low], numbers[low]]
-    return Verdict(None, components)
-
-
-def _lowest_connected(groups_of_ranks: Sequence[Sequence[Sequence[int]]]) -> list[int]:
-    """Return the lowest rank that each rank is connected with, by union-find.
-
-    Args:
-        groups_of_ranks: groups of ranks, by rank of the job.
-    """
-    # Parent of each rank in a forest whose roots are their own parents.
-    parents = list(range(len(groups_of_ranks)))
-
-    def find_root(rank: int) -> int:
-        while parents[rank] != rank:
-            parents[rank] = parents[parents[rank]]
-            rank = parents[rank]
-        return rank
-
-    for groups in groups_of_ranks:
-        for first, *ranks in groups:
-            for member in ranks:
-                low, high = sorted((find_root(first), find_root(member)))
-                parents[high] = low
-    return [find_root(rank) for rank in range(len(parents))]
 
 
 def connect_ranks(
@@ -192,35 +129,24 @@ def connect_ranks(
 
 @contextlib.contextmanager
 def _numbered(number: int) -> Iterator[None]:
-    """Let torch count ``number`` process groups of this rank inside the block."""
-    job = dist.group.WORLD
-    assert job is not None
-    names: dict[Any, Any] = _world.pg_names
-    assert len(names) <= number, f"{len(names)} process groups, expected at most {number}"
-    stand_ins = [object() for _ in range(len(names), number)]
-    names.update(dict.fromkeys(stand_ins, ""))
-    _largest_numbers[job] = number
-    try:
-        yield
-    finally:
-        for stand_in in stand_ins:
-            del names[stand_in]
-
-
-@contextlib.contextmanager
-def _no_bound_device() -> Iterator[None]:
-    """Unbind the job's process group from its device while a group is created.
+    """Let torch count ``number`` process groups of this rank, and no bound device, in the block.
 
     With a bound device torch creates groups by splitting the job's NCCL communicator, and the split
     waits for all ranks of the job.
     """
     job = dist.group.WORLD
     assert job is not None
-    bound = job.bound_device_id
-    if bound is not None:
+    names: dict[Any, Any] = _world.pg_names
+    assert len(names) <= number, f"{len(names)} process groups, expected at most {number}"
+    stand_ins = [object() for _ in range(len(names), number)]
+    names.update(dict.fromkeys(stand_ins, ""))
+    device = job.bound_device_id
+    if device is not None:
         job.bound_device_id = None
     try:
         yield
     finally:
-        if bound is not None:
-            job.bound_device_id = bound
+        if device is not None:
+            job.bound_device_id = device
+        for stand_in in stand_ins:
+            del names[stand_in]

@@ -12,7 +12,6 @@ from megatron.core.parallel_state import get_expert_data_parallel_rank
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
-from megatron_hecate.comm.nccl import follow_job_timeout
 from megatron_hecate.homes.converters import (
     restore_homes_before,
     restore_homes_before_libraries,
@@ -21,7 +20,6 @@ from megatron_hecate.homes.mover import Homes
 from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.megatron.cuda_graphs import captured_parts
 from megatron_hecate.megatron.data_parallel import DataParallel
-from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.experts import FSSDPExperts
 from megatron_hecate.record.layer_recorder import LayerRecorder
 from megatron_hecate.routes.known_routes import KnownRoutes
@@ -62,13 +60,6 @@ class Model:
         return unsupported.find(wrappers.model_settings(self.chunks), slots=0)
 
 
-class JobTimeout(StepEvents):
-    """Listener that keeps the timeouts of our process groups at the job's."""
-
-    def iteration_begins(self, iteration: int) -> None:
-        follow_job_timeout()
-
-
 def attach(
     model: Model,
     states: list[LayerState],
@@ -101,7 +92,7 @@ def attach(
         prefetcher.returns.data_parallel = DataParallel(
             model.chunks, prefetcher.detector, undo, orders=config.slots > 0
         )
-        clock.listeners = [JobTimeout(), prefetcher.returns.data_parallel, prefetcher, recorder]
+        clock.listeners = [prefetcher.returns.data_parallel, prefetcher, recorder]
         for layer, state in zip(model.layers, states, strict=True):
             _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
             if (block := blocks.get(id(layer))) is not None:

@@ -20,8 +20,7 @@ import torch.distributed as dist
 
 from megatron_hecate.comm.agreement import shorten
 from megatron_hecate.comm.device import device_of_rank, on_gpus
-from megatron_hecate.comm.groups import connect_ranks, new_group, next_number
-from megatron_hecate.comm.nccl import DEFAULT_CTAS, NcclSettings
+from megatron_hecate.comm.groups import DEFAULT_CTAS, NcclSettings, connect_ranks, new_group
 from megatron_hecate.comm.overlap import explain_exposed
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.problems import collect
@@ -165,7 +164,6 @@ class _Site:
         groups: names of the FSSDP groups that the rank is in.
         first_of: ranks of each FSSDP group whose first rank this is, so that one rank describes
             each group.
-        next_number: least number for the name of the rank's next process group.
         node: host name of the rank's machine.
         domain: name of the rank's NVLink domain; the CPU ranks of one machine share a domain.
         unable: reason why our kernels cannot run on the rank; else empty.
@@ -178,7 +176,6 @@ class _Site:
     has_problems: bool = False
     groups: Sequence[str] = ()
     first_of: Sequence[Sequence[int]] = ()
-    next_number: int = 0
     node: str = ""
     domain: str = ""
     unable: str = ""
@@ -206,7 +203,6 @@ class _Site:
             has_problems=bool(problems),
             groups=[_name_of(group) for group in groups],
             first_of=[group for group in groups if group[0] == dist.get_rank()],
-            next_number=next_number(),
             node=node,
             domain=domain,
             unable="".join(unable),
@@ -239,33 +235,23 @@ def _choose_transport(sites: Sequence[_Site]) -> Verdict:
         "across": any(len(of_group) > 1 for of_group in domains.values()),
         "one queue": any(site.one_queue for site in sites),
     }
-    return Verdict(job, _lay_out_groups(name, domains, sites) if go_on else {})
+    return Verdict(job, _lay_out_groups(domains, sites) if go_on else {})
 
 
 def _lay_out_groups(
-    name: str, domains_of: Mapping[Group, Sequence[Group]], sites: Sequence[_Site]
+    domains_of: Mapping[Group, Sequence[Group]], sites: Sequence[_Site]
 ) -> dict[str, Any]:
-    """Return node and domain numbers of the ranks of each FSSDP group, by the group's name.
-
-    "made" is the number by which all ranks of the group name the group's own process group.
-    """
+    """Return node and domain numbers of the ranks of each FSSDP group, by the group's name."""
     parts: dict[str, Any] = {}
-    made = [site.next_number for site in sites]
     for group, domains in domains_of.items():
         number_of_domain: dict[int, int] = {}
         for number, domain in enumerate(domains):
             number_of_domain.update(dict.fromkeys(domain, number))
         nodes: dict[str, int] = {}
-        made_before = max(made[rank] for rank in group)
         parts[_name_of(group)] = {
             "nodes": [nodes.setdefault(sites[rank].node, len(nodes)) for rank in group],
             "domains": [number_of_domain[rank] for rank in group],
-            "made": made_before,
         }
-        # One group of all ranks, and with several domains one for each domain.
-        created = 1 + (name == NVLink.name and len(domains) > 1)
-        for rank in group:
-            made[rank] = made_before + created
     return parts
 
 
@@ -347,7 +333,7 @@ def _make_transports(
     make = functools.partial(new_group, timeout=timeout)
     transports: dict[Group, Transport] = {}
     for group, part in parts.items():
-        everyone = make(group, part["made"], description="fssdp transfers", nccl=nccl)
+        everyone = make(group, description="fssdp transfers", nccl=nccl)
         if name != NVLink.name:
             transports[group] = P2P(everyone, timeout=timeout, can_time=can_time)
             continue
@@ -362,8 +348,6 @@ def _make_transports(
             own_nccl = nccl
             if nccl is not None:
                 own_nccl = dataclasses.replace(nccl, pairs=False)
-            group_of_domain = make(
-                ranks, part["made"] + 1, description="fssdp domain", nccl=own_nccl
-            )
+            group_of_domain = make(ranks, description="fssdp domain", nccl=own_nccl)
         transports[group] = NVLink(everyone, group_of_domain, domains=domains, timeout=timeout)
     return transports

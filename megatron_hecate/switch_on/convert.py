@@ -11,8 +11,9 @@ from megatron.core.parallel_state import get_expert_data_parallel_group
 from torch.nn import Module, ModuleList
 
 from megatron_hecate.comm.agreement import refuse
+from megatron_hecate.comm.collectives import gather_objects
 from megatron_hecate.comm.device import on_gpus
-from megatron_hecate.comm.groups import connected_group
+from megatron_hecate.comm.groups import NcclSettings, new_group
 from megatron_hecate.config import AUTO, HecateConfig
 from megatron_hecate.faults import watchdog
 from megatron_hecate.faults.attempt import Attempt
@@ -105,13 +106,16 @@ def _homes_group(
 ) -> dist.ProcessGroup | None:
     """Create the process group in which experts change homes. Collective.
 
-    It has all ranks that are connected with this rank by expert-parallel and expert data parallel
-    groups.
+    Its ranks are those of all expert-parallel groups that share the experts' gradients.
     """
-    connecting: list[Sequence[int]] = list(groups)
-    if groups:
-        connecting.append(dist.get_process_group_ranks(get_expert_data_parallel_group()))
-    return connected_group(connecting, timeout=config.timeout, on_gpus=on_gpus())
+    if not groups:
+        return None
+    expert_data = get_expert_data_parallel_group()
+    what = "finding the ranks with the same experts"
+    groups_of_peers = gather_objects(groups, expert_data, what=what, label="homes")
+    ranks = sorted({rank for of_peer in groups_of_peers for group in of_peer for rank in group})
+    nccl = NcclSettings() if on_gpus() else None
+    return new_group(ranks, description="fssdp homes", timeout=config.timeout, nccl=nccl)
 
 
 def _chunks_of(model: Any) -> Chunks:

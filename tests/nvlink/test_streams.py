@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hecate.comm import groups, transfer
-from megatron_hecate.comm.nccl import NcclSettings
+from megatron_hecate.comm.groups import NcclSettings
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
@@ -228,7 +228,6 @@ def test_messages_of_nccl_come_before_other_work(
 ) -> None:
     """NCCL's kernels run on streams of its own; gloo has no such options."""
     made: list[Any] = []
-    monkeypatch.setattr(groups, "_no_bound_device", contextlib.nullcontext)
     monkeypatch.setattr(groups, "_numbered", contextlib.nullcontext)
     monkeypatch.setattr(
         dist.distributed_c10d,
@@ -236,8 +235,7 @@ def test_messages_of_nccl_come_before_other_work(
         lambda ranks, **settings: made.append(settings.get("pg_options")),
     )
     monkeypatch.setattr(groups, "connect_ranks", lambda *_, **__: None)
-    monkeypatch.setattr(groups, "keep_timeout", lambda *_: None)
     nccl = NcclSettings() if on_gpus else None
-    groups.new_group((1, 2), 0, description="transfers", timeout=30.0, nccl=nccl)
+    groups.new_group((1, 2), description="transfers", timeout=30.0, nccl=nccl)
     (options,) = made
     assert options.is_high_priority_stream if on_gpus else options is None
