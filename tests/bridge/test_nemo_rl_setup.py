@@ -44,7 +44,6 @@ policy.megatron_cfg.use_gloo_process_groups=true +policy.megatron_cfg.transforme
 """.split()
 # settings of FSSDP, and whether a step is made of several calls
 CASES = {
-    "train": ({}, False),
     "train_microbatch": ({}, True),
     "homes that move": ({"rehome": 1}, False),
 }

@@ -1,7 +1,7 @@
 """Examples for batch systems: they parse, and start what they say.
 
-Oracle: the parsers of bash, YAML, torchrun, our launcher and Megatron; stand-ins for Slurm's commands that note how they
-are called; NeMo-Run's own way to a command line (`Script.to_command`), written out.
+Oracle: the parsers of bash, YAML, torchrun, our launcher and Megatron; stand-ins for torchrun and Slurm's commands that
+note how they are called; NeMo-Run's own way to a command line (`Script.to_command`), written out.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def _environment(folder: Path, **settings: str) -> dict[str, str]:
     return {**named, "FOLDER": str(folder), **settings, "PATH": path}
 
 
-def _assert_flags_exist(words: list[str]) -> argparse.Namespace:
-    """Megatron's arguments behind the script, once torchrun's, ours and Megatron's are parsed."""
+def _parse_flags(words: list[str]) -> tuple[argparse.Namespace, Any, argparse.Namespace]:
+    """Parse a command by torchrun, our launcher and Megatron, which must combine with FSSDP; returns what each read."""
     from megatron.training.arguments import add_megatron_arguments
     from torch.distributed.run import parse_args
 
@@ -44,21 +44,73 @@ def _assert_flags_exist(words: list[str]) -> argparse.Namespace:
     from megatron_hecate.switch_on import unsupported
 
     torchrun = parse_args(words)
-    assert torchrun.training_script == "megatron_hecate" and torchrun.nnodes == "4"
-    (at,) = (
-        i for i, w in enumerate(torchrun.training_script_args) if w.endswith("pretrain_gpt.py")
-    )
+    assert torchrun.module and torchrun.training_script == "megatron_hecate"
+    arguments = torchrun.training_script_args
+    (script,) = (i for i, word in enumerate(arguments) if word.endswith("pretrain_gpt.py"))
     parser = argparse.ArgumentParser(allow_abbrev=False)
     HecateConfig.add_arguments(parser)
-    ours = torchrun.training_script_args[:at]
-    assert (ours[0], ours[-1]) == ("run", "--")
-    assert HecateConfig.from_arguments(parser.parse_args(ours[1:-1]))
+    assert (arguments[0], arguments[script - 1]) == ("run", "--")
+    ours = HecateConfig.from_arguments(parser.parse_args(arguments[1 : script - 1]))
     megatrons = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    arguments = megatrons.parse_args(torchrun.training_script_args[at + 1 :])
-    assert unsupported.find(arguments, None, slots=2) == []
+    theirs = megatrons.parse_args(arguments[script + 1 :])
+    assert unsupported.find(theirs, None, slots=2) == []
+    return torchrun, ours, theirs
+
+
+def _assert_flags_exist(words: list[str]) -> argparse.Namespace:
+    """Return Megatron's arguments of a job on four nodes that saves when it is told to end."""
+    torchrun, ours, arguments = _parse_flags(words)
+    assert torchrun.nnodes == "4" and ours
     assert arguments.exit_signal_handler and arguments.save == arguments.load is not None
     assert arguments.expert_model_parallel_size == 32
     return arguments
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("script", sorted(p.name for p in (ROOT / "examples").glob("*.sh")))
+def test_scripts_parse_and_are_executable(script: str) -> None:
+    path = ROOT / "examples" / script
+    subprocess.run(["bash", "-n", path], check=True)
+    assert os.access(path, os.X_OK)
+
+
+@pytest.mark.fast
+def test_what_is_missing_is_named() -> None:
+    command = [ROOT / "examples/megatron_lm.sh"]
+    done = subprocess.run(command, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True)
+    assert done.returncode != 0 and "MEGATRON: a checkout of Megatron-LM" in done.stderr
+
+
+@pytest.mark.newest
+@ranks(1)
+def test_one_node_and_every_node_of_slurm() -> None:
+    """Further arguments arrive as they were."""
+    from megatron_hecate import HecateConfig
+
+    folder = Path(os.environ["TEST_FOLDER"])
+    _stand_in(folder, "torchrun", 'printf "%q " "$@"; echo')
+    _stand_in(folder, "scontrol", "echo node7; echo node8")
+    each = 'shift; for SLURM_NODEID in 0 1; do export SLURM_NODEID; "$@"; done'
+    _stand_in(folder, "srun", each)
+    speeds = str(ROOT / "tests" / "data" / "free_copies.json")
+    slurm = dict(SLURM_JOB_NUM_NODES="2", SLURM_JOB_NODELIST="node[7-8]")
+    for script, nodes, address in (("megatron_lm.sh", 1, "localhost"), ("slurm.sh", 2, "node7")):
+        done = subprocess.run(
+            [ROOT / "examples" / script, "--train-iters", "20", "--lr", "1e-4"],
+            cwd=ROOT,
+            env=_environment(folder, SPEEDS=speeds, **slurm),
+            text=True,
+            capture_output=True,
+            timeout=30,
+        )
+        lines = done.stdout.splitlines()
+        assert done.returncode == 0 and len(lines) == nodes, done.stderr
+        for rank, line in enumerate(lines):
+            torchrun, ours, theirs = _parse_flags(shlex.split(line))
+            assert (torchrun.nnodes, torchrun.nproc_per_node) == (str(nodes), "8")
+            assert torchrun.master_addr == address and torchrun.node_rank == rank
+            assert ours == HecateConfig(slots=2, lifetime="auto", speeds=speeds)
+            assert (theirs.train_iters, theirs.lr) == (20, 1e-4)
 
 
 def _start_requeued(folder: Path, srun: str) -> subprocess.Popen:

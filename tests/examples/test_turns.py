@@ -56,10 +56,6 @@ def test_jobs_take_turns_until_one_has_ended(tmp_path: Path) -> None:
     assert log.read_text().splitlines() == expected
 
 
-def test_without_the_variable_nobody_waits() -> None:
-    assert Turns.of({}) is None
-
-
 def test_both_jobs_pass_on_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
