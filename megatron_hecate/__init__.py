@@ -86,7 +86,14 @@ def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
     Raises:
         TypeError: for a ``config`` of another type, such as the model itself.
     """
-    config = HecateConfig.check(config)
+    if config is None:
+        config = HecateConfig()
+    # such as the model itself, which would make a hook that nobody calls
+    if not isinstance(config, HecateConfig):
+        raise TypeError(
+            f"fssdp takes a HecateConfig, or nothing, got a value of type {type(config).__name__}; "
+            "write fssdp(HecateConfig(slots=2))(model_chunks)"
+        )
     # the import loads Megatron, which importing this package must not
     from megatron_hecate.switch_on.convert import Hook
 

@@ -222,22 +222,6 @@ class HecateConfig:
         if problems:
             raise ValueError("; ".join(problems))
 
-    @classmethod
-    def check(cls, config: Any) -> HecateConfig:
-        """Return ``config``, or the default settings for ``None``.
-
-        Raises:
-            TypeError: for any other object, such as the model itself.
-        """
-        if config is None:
-            return cls()
-        if isinstance(config, cls):
-            return config
-        raise TypeError(
-            f"fssdp takes a HecateConfig, or nothing, got a value of type {type(config).__name__}; "
-            "write fssdp(HecateConfig(slots=2))(model_chunks)"
-        )
-
     @property
     def folder(self) -> str | None:
         """Folder of the record; ``None`` if there is none."""

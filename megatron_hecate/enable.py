@@ -21,12 +21,9 @@ from megatron_hecate.switch_on.request import REQUEST
 
 
 def wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
-    """Replace ``module.name`` once, however often this module is imported or reloaded."""
+    """Replace the function ``module.name`` by ``wrapper`` of it."""
     original = getattr(module, name)
-    if not hasattr(original, "_megatron_hecate"):
-        wrapped = functools.wraps(original)(wrapper(original))
-        wrapped._megatron_hecate = True
-        setattr(module, name, wrapped)
+    setattr(module, name, functools.wraps(original)(wrapper(original)))
 
 
 def _with_flags(add_megatron_arguments: Callable) -> Callable:

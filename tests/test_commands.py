@@ -120,6 +120,8 @@ def test_a_script_named_like_a_command(run, started: list, tmp_path: Path, monke
         ("reprt run", "reprt does not exist; give a script, -m MODULE, or a console command of this "
          "Python environment; megatron-hecate --help lists our own commands\n"),
         ("no-such.py report", "megatron-hecate run: error: no-such.py does not exist\n"),
+        ("--moe-fssdp-slots many x.py", "invalid int value: 'many'"),
+        ("--mesure x", "unrecognized arguments: --mesure\n"),
         ("--moe-fssdp --report x", "unrecognized arguments: --report\n"),
         ("run --report x", "megatron-hecate run: error: unrecognized arguments: --report\n"),
         ("run -- --moe-fssdp x.py", "must follow --, got --moe-fssdp; our flags stand before --, or"),

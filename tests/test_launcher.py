@@ -78,7 +78,7 @@ import megatron.training, megatron.core
 from megatron.core.distributed import DistributedDataParallel
 from megatron.training import arguments
 print(early, megatron.core.__file__, megatron.training.__file__)
-print([hasattr(arguments.add_megatron_arguments, "_megatron_hecate"),
+print([hasattr(arguments.add_megatron_arguments, "__wrapped__"),
        DistributedDataParallel.__new__.__module__ == "megatron_hecate.switch_on.entry"])
 """
 

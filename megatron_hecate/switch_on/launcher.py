@@ -226,7 +226,8 @@ def _run(target: Target, flags: dict[str, Any], arguments: list[str], words: lis
         words: our flags in front of the target, as words of the command line.
     """
     REQUEST.launched = flags
-    sys.meta_path.insert(0, _WrapMegatron())
+    if FINDER not in sys.meta_path:
+        sys.meta_path.insert(0, FINDER)
     for package in WRAPPERS.keys() & sys.modules.keys():
         _import_wrapper(package)
     _stay_in_front(words)
@@ -270,6 +271,9 @@ class _WrapMegatron(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+FINDER = _WrapMegatron()
 
 
 def _import_wrapper(package: str) -> None:
