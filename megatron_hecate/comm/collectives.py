@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-import weakref
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -81,7 +81,7 @@ def wait_collective(
     start = time.monotonic()
     try:
         if tensor.is_cuda:
-            under_way.note([work], partial(_describe, _ranks_of(group), what=what, label=label))
+            under_way.note([work], partial(_describe, group.rank(), group.size(), what, label))
             work.wait()
         else:
             work.wait(timeout=timedelta(seconds=timeout))
@@ -107,7 +107,7 @@ def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str)
     values: list[Any] = [None] * group.size()
     start = time.monotonic()
     try:
-        with under_way.blocking(partial(_describe, _ranks_of(group), what=what, label=label)):
+        with under_way.blocking(partial(_describe, group.rank(), group.size(), what, label)):
             dist.all_gather_object(values, value, group=group)
     except RuntimeError as error:
         duration = f"{time.monotonic() - start:.1f} s"
@@ -115,20 +115,9 @@ def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str)
     return values
 
 
-def _describe(ranks: str, *, what: str, label: str) -> str:
-    """Describe a collective in flight, for the straggler watchdog."""
-    return f"{label}: {what} on {ranks}"
-
-
-# Results of `_ranks_of`: formatting the ranks of a large group takes long.
-_known: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-
-
-def _ranks_of(group: dist.ProcessGroup) -> str:
-    """Describe this rank and all ranks of ``group``."""
-    if group not in _known:
-        _known[group] = f"rank {group.rank()} of {group.size()}, {_expected_ranks(group)}"
-    return _known[group]
+def _describe(rank: int, size: int, what: str, label: str) -> str:
+    """Describe a collective, for the straggler watchdog and errors."""
+    return f"{label}: {what} on rank {rank} of {size}"
 
 
 def _failure(
@@ -143,16 +132,11 @@ def _failure(
         duration: time since the start of the wait.
         cause: error of torch.
     """
+    # torch forgets the ranks of a group that was destroyed while its last works were in flight.
+    ranks = "of a group that has been destroyed"
+    with contextlib.suppress(KeyError):
+        ranks = f"{dist.get_process_group_ranks(group)} (in the job)"
     return TransferError(
         f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {duration}: "
-        f"{_expected_ranks(group)}, one died, hangs, or did not take part. Cause: {cause}"
+        f"expected all of ranks {ranks}, one died, hangs, or did not take part. Cause: {cause}"
     )
-
-
-def _expected_ranks(group: dist.ProcessGroup) -> str:
-    """Format the ranks of ``group`` for an error."""
-    try:
-        return f"expected all of ranks {dist.get_process_group_ranks(group)} (in the job)"
-    # torch forgets the ranks of a group that was destroyed while its last works were in flight.
-    except KeyError:
-        return f"expected all of {group.size()} ranks of a group that has been destroyed"
