@@ -27,14 +27,11 @@ class Note:
     """Per-rank summary of the model, sent to rank 0. JSON-serializable.
 
     Args:
-        settings: values that must be equal on all ranks, by name.
+        settings: values that must be equal on all ranks that have them, by name.
         layers: names of the rank's MoE layers; may be empty on a pipeline stage, not on all ranks.
         problems: reasons why this rank cannot switch FSSDP on.
         summary: the layers' part of the line "FSSDP on".
         memory: fields of `RankMemory`, needed and free bytes; empty without MoE layers.
-        rounds: line about the rounds of a gradient return (`P2P.explain_rounds`), or empty.
-        experts: description of an expert in each layer, which must be equal on all ranks; empty
-            with problems.
     """
 
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -42,8 +39,6 @@ class Note:
     problems: list[str] = dataclasses.field(default_factory=list)
     summary: str = ""
     memory: dict[str, Any] = dataclasses.field(default_factory=dict)
-    rounds: str = ""
-    experts: list[str] = dataclasses.field(default_factory=list)
 
     def agree(
         self,
@@ -82,42 +77,23 @@ class Note:
 
 
 def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
-    """Yield the problems of single ranks, and the settings that differ from rank 0's."""
+    """Yield the problems of single ranks, and the settings that differ between ranks."""
     for note in notes:
         yield from note.problems
-    ranks_with: dict[tuple[str, str], list[int]] = {}
+    references: dict[str, tuple[int, Any]] = {}
+    ranks_by_value: dict[tuple[str, str], list[int]] = {}
     for rank, note in enumerate(notes):
         for name, value in note.settings.items():
-            if value != notes[0].settings[name]:
-                ranks_with.setdefault((name, repr(value)), []).append(rank)
-    for (name, value), ranks in ranks_with.items():
+            if value != references.setdefault(name, (rank, value))[1]:
+                ranks_by_value.setdefault((name, repr(value)), []).append(rank)
+    for (name, value), ranks in ranks_by_value.items():
+        subject = f"rank {ranks[0]} has"
         if len(ranks) > 1:
             subject = f"ranks {format_ranks(ranks)} have"
-        else:
-            subject = f"rank {ranks[0]} has"
-        yield f"{subject} {name}={value}, rank 0 has {name}={notes[0].settings[name]!r}"
-    yield from _find_unequal_experts(notes)
+        reference, expected = references[name]
+        yield f"{subject} {name}={value}, rank {reference} has {name}={expected!r}"
     if not any(note.layers for note in notes):
         yield "the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"
-
-
-def _find_unequal_experts(notes: Sequence[Note]) -> Iterable[str]:
-    """Yield a line for each layer whose experts differ between ranks."""
-    ranks_with: dict[str, dict[str, list[int]]] = {}
-    for rank, note in enumerate(notes):
-        # no descriptions with problems
-        for layer, description in zip(note.layers, note.experts, strict=False):
-            ranks_with.setdefault(layer, {}).setdefault(description, []).append(rank)
-    for layer, kinds in ranks_with.items():
-        if len(kinds) > 1:
-            listed = " and ".join(
-                f"{description} on ranks {format_ranks(ranks)}"
-                for description, ranks in kinds.items()
-            )
-            yield (
-                f"{layer}: experts have {listed}; replicas need experts of one kind and size: make "
-                "them equal, or leave --moe-fssdp off"
-            )
 
 
 def shorten(texts: Iterable[str]) -> list[str]:

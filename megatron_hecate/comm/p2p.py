@@ -74,24 +74,6 @@ class P2P:
         ]
         return max(needs)
 
-    @staticmethod
-    def explain_rounds(layers: Sequence[LayerBuffer]) -> str:
-        """Explain the rounds of a return for the largest of ``layers``, with one hardware queue."""
-        largest = max(layers, key=lambda layer: layer.elements)
-        mib = largest.elements * largest.grad_dtype.itemsize / (1 << 20)
-        at_once = _arriving(largest.elements, largest.grad_dtype)
-        if at_once > 1:
-            replicas = f"{at_once} replicas"
-            rounds = f"k / {at_once} rounds"
-        else:
-            replicas = "1 replica"
-            rounds = "k rounds"
-        return (
-            f"transport p2p: a rank receives the gradients of {replicas} of its experts at once "
-            f"({mib:.0f} MiB each); those of k replicas take {rounds}, and compute waits for all "
-            "rounds but the last"
-        )
-
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
         """Allocate [size] uint8 anywhere on ``device``, and the staging buffer."""
         # The old staging buffer is freed before the new one is allocated.

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from megatron_hecate.comm.agreement import Note, format_ranks
 from megatron_hecate.comm.device import device_of_rank
-from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.problems import collect
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.device.launch import Kernels
@@ -94,8 +93,6 @@ class Proposal:
         """Summarize this rank for the agreement of all ranks."""
         summary = ""
         memory: dict[str, Any] = {}
-        rounds = ""
-        slots = self.config.slots
         if self.parts:
             with collect(self.problems):
                 summary = _summarize_layers(self.parts, self.config)
@@ -103,20 +100,23 @@ class Proposal:
                     memory = _estimate_memory(
                         self.parts, self.model, config=self.config, connection=self.connection
                     )
-                if slots:
-                    rounds = P2P.explain_rounds([part.buffer(slots) for part in self.parts])
         return Note(
             # speeds by value: ranks may read the file under different paths
             settings={
                 **dataclasses.asdict(self.config),
                 "speeds": dataclasses.asdict(self.speeds),
+                # replicas need experts of one kind and size
+                **{
+                    f"experts of {training_state.name_of_layer(part.layer)}": (
+                        part.experts.description
+                    )
+                    for part in self.parts
+                },
             },
             layers=[training_state.name_of_layer(layer) for layer in self.model.layers],
-            experts=[part.experts.description for part in self.parts],
             problems=self.problems,
             summary=summary,
             memory=memory,
-            rounds=rounds,
         )
 
     def print_summary(self, notes: list[Note], resolved: HecateConfig) -> None:
@@ -141,9 +141,6 @@ class Proposal:
             lines.append(_job_memory(notes).describe(resolved.lifetime))
         if self.connection.exposed:
             lines.append(f"FSSDP: {self.connection.exposed}")
-            rounds = next((note.rounds for note in notes if note.rounds), "")
-            if rounds and self.connection.name == P2P.name:
-                lines.append(f"FSSDP: {rounds}")
         print("\n".join(lines), flush=True)
 
 

@@ -6,7 +6,6 @@ differ or the test hangs. In one NVLink domain both transports are held to the s
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 
@@ -28,9 +27,9 @@ from one_layer import (
 from ranks import ranks
 from torch.distributed.distributed_c10d import _get_default_store
 
-from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.comm.p2p import _arriving
 from megatron_hecate.comm.transfer import Stopwatch
-from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport
+from megatron_hecate.comm.transport import Copy, TransferPlan, Transport
 
 APART = ((0, 1), (2, 3))
 UNEVEN = ((0, 2), (1,), (3,))
@@ -131,29 +130,14 @@ def test_what_our_kernels_cannot_move_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("elements", "said"),
-    [
-        (
-            3 * 4096 * 14336,
-            "of 1 replica of its experts at once (672 MiB each); those of k replicas take k rounds",
-        ),
-        (
-            3 * 2048 * 7168,
-            "of 1 replica of its experts at once (168 MiB each); those of k replicas take k rounds",
-        ),
-        (
-            3 * 2048 * 768,
-            "of 4 replicas of its experts at once (18 MiB each); those of k replicas take k / 4 rounds",
-        ),
-    ],
+    ("elements", "count"),
+    [(3 * 4096 * 14336, 1), (3 * 2048 * 7168, 1), (3 * 2048 * 768, 4)],
     ids=["Mixtral-8x7B", "DeepSeek-V3", "Qwen3-30B-A3B"],
 )
 @pytest.mark.fast
-def test_rounds_of_gradients_are_told(elements: int, said: str) -> None:
+def test_gradients_that_arrive_at_once(elements: int, count: int) -> None:
     """What fits into 256 MiB, four at most, worked out by hand."""
-    layer = LayerBuffer(slots=2, elements=elements, dtype=torch.bfloat16, homes=1)
-    text = P2P.explain_rounds([layer, dataclasses.replace(layer, elements=8)])
-    assert said in text and text.endswith("compute waits for all rounds but the last")
+    assert _arriving(elements, torch.float32) == count
 
 
 @pytest.mark.parametrize(

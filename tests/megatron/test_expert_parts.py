@@ -322,8 +322,8 @@ UNEQUAL: dict[Change, str] = {
     _no_expert: "layer 1: expert 0 of this rank, a _Same, has no parameters",
     _identity: "layer 1: expert 2 of this rank has class=_Same, expert 0 has class=MLP",
     _narrow: "layer 1: expert 3 of this rank has linear_fc1.weight=64x32, expert 0 has linear_fc1.weight=128x32",
-    _narrow_on_rank_1: "layer 1: experts have parameters of 128x32, 32x64 on ranks 0 and parameters of 64x32, "
-    "32x64 on ranks 1; replicas need experts of one kind and size",
+    _narrow_on_rank_1: "rank 1 has experts of layer 1='parameters of 64x32, 32x64', rank 0 has experts of layer "
+    "1='parameters of 128x32, 32x64'",
     _closures: "layer 1: expert 1 of this rank has activation_func=_closures.<locals>.<lambda>, expert 0 has",
     _forward_of_all: "layer 1: its experts (megatron.core.transformer.moe.experts.SequentialMLP) have a forward on "
     "the instance",
