@@ -30,7 +30,8 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         self.on_gpu = device.type == "cuda"
         self._device = device
-        self._functions = _load_for_gpu(device) if self.on_gpu else _load_for_host()
+        # Looks up a kernel by name: a driver handle on a GPU, a `ctypes` function on the host.
+        self.function = _load_for_gpu(device) if self.on_gpu else _load_for_host()
 
     @property
     def most_shared_bytes(self) -> int:
@@ -54,14 +55,17 @@ class Kernels:
             threads: threads per block.
             shared_bytes: dynamic shared memory per block, at most `most_shared_bytes`.
         """
-        function = self._functions[name]
+        function = self.function(name)
         if not self.on_gpu:
             function(*arguments)
             return
-        self._ensure_context()
+        index = self._device.index
+        if index is None:
+            index = torch.cuda.current_device()
+        driver.ensure_context(index)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if shared_bytes > SHARED_BYTES:
-            _ensure_shared_bytes(function, shared_bytes, self._index)
+            _ensure_shared_bytes(function, shared_bytes, index)
         driver.launch(
             function,
             arguments,
@@ -71,40 +75,14 @@ class Kernels:
             stream=stream,
         )
 
-    def function(self, name: str) -> Any:
-        """Return the kernel ``name``: a driver handle on a GPU, a `ctypes` function on the host."""
-        return self._functions[name]
 
-    @property
-    def _index(self) -> int:
-        index = self._device.index
-        return torch.cuda.current_device() if index is None else index
-
-    def _ensure_context(self) -> None:
-        """Ensure a current context, which the driver's calls need (`driver.ensure_context`)."""
-        driver.ensure_context(self._index)
-
-
-class _Functions(dict[str, Any]):
-    """Functions of a library by name, each looked up once."""
-
-    def __init__(self, look_up: Callable[[str], Any]) -> None:
-        super().__init__()
-        self._look_up = look_up
-
-    def __missing__(self, name: str) -> Any:
-        function = self[name] = self._look_up(name)
-        return function
+@functools.cache
+def _load_for_host() -> Callable[[str], Any]:
+    return functools.cache(functools.partial(getattr, load_host_library()))
 
 
 @functools.cache
-def _load_for_host() -> _Functions:
-    library = load_host_library()
-    return _Functions(functools.partial(getattr, library))
-
-
-@functools.cache
-def _load_for_gpu(device: torch.device) -> _Functions:
+def _load_for_gpu(device: torch.device) -> Callable[[str], Any]:
     torch.cuda.init()
     binary = cubin(torch.cuda.get_device_capability(device))
     try:
@@ -114,7 +92,7 @@ def _load_for_gpu(device: torch.device) -> _Functions:
             f"{error}: the driver does not load the kernels that NVRTC compiled; update it to "
             f"NVRTC's version of CUDA, or remove {code_cache.folder()}"
         ) from error
-    return _Functions(functools.partial(driver.kernel, library))
+    return functools.cache(functools.partial(driver.kernel, library))
 
 
 # limit of dynamic shared memory in bytes, by kernel and device

@@ -73,8 +73,7 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda *_: types.SimpleNamespace(cuda_stream=0x10)
     )
-    functions = launch._Functions(lambda name: 0x20)
-    monkeypatch.setattr(launch, "_load_for_gpu", lambda device: functions)
+    monkeypatch.setattr(launch, "_load_for_gpu", lambda device: lambda name: 0x20)
     _gpu_of(monkeypatch, (9, 0), 132)
     kernels, at = TransferKernels(torch.device("cuda", 0)), torch.zeros(16, dtype=torch.uint8)
     three = types.SimpleNamespace(ranks=3)
