@@ -116,14 +116,11 @@ def judge(sources: Sequence[Source]) -> Verdict:
     names: set[str] = set()
     for rule in unsupported.rules_for(config.slots):
         condition = _Settings(*sources)
-        holds = rule.when is None or rule.when(condition)
+        is_idle = rule.when is not None and not rule.when(condition) and not condition.unknowns
         settings = _Settings(*sources)
         is_refused = _is_refused(rule, settings, values[rule.setting])
         names |= {rule.setting, *condition.values, *settings.values}
-        # a value that is unknown decides nothing if the condition does not hold
-        if not holds and not condition.unknowns:
-            continue
-        if settings.unknowns:
+        if settings.unknowns and not is_idle:
             unknowns |= settings.unknowns
         elif is_refused:
             refusals[rule.setting] = rule.explain(values[rule.setting])
@@ -165,11 +162,9 @@ def judge_file(listed_jobs: Sequence[Job]) -> list[tuple[Job, Verdict]]:
 def _find_flags(sources: Sequence[Source]) -> tuple[HecateConfig, dict[str, Unknown]]:
     """Return the settings that our flags ask for, and our flags of unknown value."""
     values: dict[str, Any] = {}
-    for source in sources:
-        for name in source:
-            if name.startswith(PREFIX):
-                check_names([name])
-                values.setdefault(name, source[name])
+    for source in reversed(sources):
+        values |= {name: value for name, value in source.items() if name.startswith(PREFIX)}
+    check_names(values)
     unknowns = {name: value for name, value in values.items() if isinstance(value, Unknown)}
     flags = {name: value for name, value in values.items() if name not in unknowns}
     # the question is whether FSSDP can be switched on, also of a job that leaves it off
