@@ -1,16 +1,6 @@
 """Command line ``megatron-hecate``; ``python -m megatron_hecate`` is the same.
 
-| command | effect |
-|---|---|
-| ``check`` | print versions, and what FSSDP would use here |
-| ``check -- SCRIPT ...`` | print whether FSSDP would switch on for a job's command line |
-| ``check --settings FILE`` | the same for settings in YAML or JSON |
-| ``report RUN_DIR`` | write a page about a recorded run: its losses and gains |
-| ``what-if TRACE ...`` | predict steps with and without FSSDP from recorded loads |
-| ``measure FILE``, under torchrun | measure links and cores for ``--moe-fssdp-speeds FILE`` |
-| ``run [--moe-fssdp ...] -- SCRIPT ...`` | run a training script with FSSDP's flags, unmodified |
-
-Each command has its own ``--help``. ``run`` may be left out:
+`COMMANDS` lists the commands; each has its own ``--help``. ``run``, the launcher, may be left out:
 
     torchrun ... -m megatron_hecate --moe-fssdp pretrain_gpt.py <Megatron's arguments>
 """
