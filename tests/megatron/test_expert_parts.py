@@ -37,20 +37,21 @@ class _Around(Module):
         return self.inner(*args, **kwargs)
 
 
-def _replace_forward(expert: Any) -> None:
-    forward = expert.forward
-    expert.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+class _Expert(Module):
+    """As Megatron's ``MLP``: two linears."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear_fc1 = torch.nn.Linear(2, 2)
+        self.linear_fc2 = torch.nn.Linear(2, 2)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.linear_fc2(self.linear_fc1(tokens))
 
 
 def _wrap_forward(expert: Any) -> None:
     """`functools.wraps` makes the function look like Megatron's own."""
-    forward = expert.linear_fc2.forward
-
-    @functools.wraps(forward)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    expert.linear_fc2.forward = wrapper
+    expert.forward = functools.wraps(expert.forward)(lambda *args: None)
 
 
 def _bind_method(expert: Any) -> None:
@@ -93,39 +94,42 @@ def _compile(expert: Any) -> None:
     expert.compile(backend="eager")
 
 
-# what is refused once FSSDP is on; and before, if the message is another one
-ATTACHED: dict[Change, tuple[str, str | None]] = {
-    _replace_forward: (
-        r"local_experts.1 \(MLP\) has a forward of .*test_expert_parts on the",
-        None,
-    ),
-    _wrap_forward: (r"local_experts.1.linear_fc2 .* has a forward of .*test_expert_parts", None),
-    _bind_method: (r"local_experts.1 \(MLP\) has a forward of megatron.core", None),
-    _observe: (r"local_experts.1 \(MLP\) has a forward hook of .*test_expert_parts", None),
-    _observe_before: (r"local_experts.1.linear_fc1 .* has a forward pre-hook of", None),
-    _observe_gradient: (r"local_experts.1.linear_fc2 .* has a backward hook of", None),
-    _observe_gradient_before: (r"local_experts.1 \(MLP\) has a backward pre-hook of", None),
-    _parametrize: (
-        r"local_experts.1.linear_fc1 has become a Parametrized",
-        r"expert 1 of this rank has linear_fc1.class=Parametrized",
-    ),
-    _normalize: (
-        r"local_experts.1.linear_fc1 .* has a forward pre-hook of torch.nn.utils.weight_norm",
-        None,
-    ),
+ATTACHED: dict[Change, str] = {
+    _wrap_forward: r"1 \(_Expert\) has a forward of .*test_expert_parts on the instance",
+    _bind_method: r"1 \(_Expert\) has a forward of .*test_expert_parts on the instance",
+    _observe: r"1 \(_Expert\) has a forward hook of .*test_expert_parts",
+    _observe_before: r"1.linear_fc1 \(Linear\) has a forward pre-hook of .*test_expert_parts",
+    _observe_gradient: r"1.linear_fc2 \(Linear\) has a backward hook of .*test_expert_parts",
+    _observe_gradient_before: r"1 \(_Expert\) has a backward pre-hook of .*test_expert_parts",
+    _parametrize: r"1.linear_fc1 has become a ParametrizedLinear",
+    _normalize: r"1.linear_fc1 \(Linear\) has a forward pre-hook of torch.nn.utils.weight_norm",
+    _wrap_linear: r"1.linear_fc1 has become a _Around",
+    _subclass: r"1 has become a Expert",
+    _compile: r"1 \(_Expert\) has a forward of ",
+}
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("change", ATTACHED, ids=lambda change: change.__name__)
+def test_code_on_one_expert_is_named(change: Change) -> None:
+    from megatron_hecate.megatron.foreign_code import ExpertParts
+
+    experts = torch.nn.ModuleList([_Expert(), _Expert()])
+    parts = ExpertParts(experts)
+    parts.check()
+    change(experts[1])
+    with pytest.raises(ValueError, match=rf"inside its experts {ATTACHED[change]}.*; remove it, "):
+        parts.check()
+
+
+# What is refused once FSSDP is on, and before.
+LATER: dict[Change, tuple[str, str]] = {
+    _observe: (r"local_experts.1 \(MLP\) has a forward hook",) * 2,
     _wrap_linear: (
         r"local_experts.1.linear_fc1 has become a _Around",
         r"expert 1 of this rank has linear_fc1.class=_Around, expert 0 has linear_fc1.class=Column",
     ),
-    _subclass: (
-        r"local_experts.1 has become a Expert",
-        r"expert 1 of this rank has class=Expert, expert 0 has class=MLP",
-    ),
-    _compile: (r"local_experts.1 \(MLP\) has a forward of", None),
 }
-ALSO = (
-    "remove it, attach it to the experts as a whole or to the MoE layer, or leave --moe-fssdp off"
-)
 
 
 def _on_rank_1(chunks: list, change: Change) -> list:
@@ -138,26 +142,17 @@ def _on_rank_1(chunks: list, change: Change) -> list:
 
 
 @ranks(2)
-def test_before_switch_on() -> None:
-    import tiny_gpt
-
-    tiny_gpt.initialize(tiny_gpt.Case())
-    for change, (message, before) in ATTACHED.items():
-        chunks, _ = tiny_gpt.build(tiny_gpt.Case())
-        _on_rank_1(chunks, change)
-        with pytest.raises(ValueError, match=f"layer 2: .*{before or message}"):
-            tiny_gpt.fssdp_hook()(chunks)
-
-
-@ranks(2)
-def test_between_switch_on_and_the_first_step() -> None:
-    """All ranks raise the same error."""
+def test_before_and_after_switch_on() -> None:
+    """All ranks raise the same error, by the first step at the latest."""
     import loops
     import tiny_gpt
 
     case = tiny_gpt.Case(skew=4)
     tiny_gpt.initialize(case)
-    for change, (message, _) in ATTACHED.items():
+    for change, (message, refusal) in LATER.items():
+        chunks, _ = tiny_gpt.build(case)
+        with pytest.raises(ValueError, match=f"layer 2: .*{refusal}"):
+            tiny_gpt.fssdp_hook()(_on_rank_1(chunks, change))
         loop = loops.Loop(case, tiny_gpt.fssdp_hook())
         _on_rank_1(loop.chunks, change)
         with pytest.raises(
@@ -175,7 +170,7 @@ def test_later() -> None:
 
     case = tiny_gpt.Case(skew=4)
     tiny_gpt.initialize(case)
-    for change, (message, _) in ATTACHED.items():
+    for change, (message, _) in LATER.items():
         loop = loops.Loop(case, tiny_gpt.fssdp_hook())
         for step in range(2):
             loop.zero()

@@ -114,25 +114,6 @@ def test_every_token_goes_to_one_holder_the_nearest_first(seed: int) -> None:
         assert (table[:, expert] == want).all()
 
 
-@seeds(20)
-def test_a_source_finds_its_own_part(seed: int) -> None:
-    """What one rank computes on its device, against the table of all."""
-    rng = np.random.default_rng(seed)
-    placement = some_replicas(rng, some_homes(rng))
-    loads = loads_of(rng, placement.num_ranks, placement.num_experts).astype(np.int32)
-    shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
-    tokens, order = quotas_of_all(loads, placement, shape)
-    tables = QuotaTables(shape, HOST, Kernels(HOST))
-    tables.place(some_replicas(rng, placement.homes_only))  # an earlier one leaves no trace
-    tables.place(placement)
-    first = np.searchsorted(order.expert, np.arange(placement.num_experts))
-    for source in range(placement.num_ranks):
-        ends = tables.parts(torch.from_numpy(loads), source).numpy()[: len(order.expert)]
-        sizes = np.diff(ends, prepend=0)
-        sizes[first] = ends[first]
-        assert (sizes == tokens[source]).all()
-
-
 @seeds(60)
 def test_the_largest_load_is_the_smallest_possible(seed: int) -> None:
     """Random holders, ranks without tokens, steep loads; one part in 4,096 above it is allowed."""
@@ -241,32 +222,28 @@ def test_extreme_counts_are_conserved(tokens: int) -> None:
     assert quotas.sum() == 32 * tokens and quotas.min() >= 0
 
 
-@seeds(40)
-def test_32_and_64_bits_give_the_same_quotas(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    placement = chain(12) if seed % 4 == 3 else some_replicas(rng, some_homes(rng), share=1.0)
-    shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
-    loads = loads_of(rng, placement.num_ranks, placement.num_experts)
-    few, many = (quotas_of_all(loads, placement, shape, bits=bits)[0] for bits in (32, 64))
-    assert np.array_equal(few, many)
-
-
 @seeds(60)
-def test_the_kernel_counts_with_as_many_bits_as_needed(seed: int) -> None:
-    """Tokens around the bound of 32 bits, which an even start, or only a later level, may exceed."""
+def test_a_source_finds_its_own_part(seed: int) -> None:
+    """What one rank computes on its device, against the table of all in 64 bits. Tokens around the bound of 32 bits,
+    which an even start, or only a later level, may exceed."""
     rng = np.random.default_rng(seed)
     placement = some_replicas(rng, some_homes(rng), share=float(rng.choice([0.3, 1.0])))
+    if seed % 8 == 6:
+        placement = chain(12)
     shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
     loads = loads_of(rng, placement.num_ranks, placement.num_experts)
-    loads = np.minimum(loads * int(rng.uniform(0.02, 2) * 2**31 / max(1, loads.sum())), 2**31 - 1)
+    if seed % 2:
+        scale = int(rng.uniform(0.02, 2) * 2**31 / max(1, loads.sum()))
+        loads = np.minimum(loads * scale, 2**31 - 1)
     tables = QuotaTables(shape, HOST, Kernels(HOST))
+    tables.place(some_replicas(rng, placement.homes_only))  # an earlier one leaves no trace
     tables.place(placement)
-    source = int(rng.integers(placement.num_ranks))
     expected, order = quotas_of_all(loads, placement, shape, bits=64)
-    parts = tables.parts(torch.from_numpy(loads.astype(np.int32)), source).numpy().astype(np.int64)
-    for expert in range(placement.num_experts):
-        (of_expert,) = np.nonzero(order.expert == expert)
-        assert np.array_equal(parts[of_expert], expected[source, of_expert].cumsum())
+    for source in range(placement.num_ranks):
+        parts = tables.parts(torch.from_numpy(loads.astype(np.int32)), source).numpy()
+        for expert in range(placement.num_experts):
+            (holders,) = np.nonzero(order.expert == expert)
+            assert np.array_equal(parts[holders], expected[source, holders].cumsum())
 
 
 def test_rooms_below_a_raised_level_exceed_32_bits() -> None:

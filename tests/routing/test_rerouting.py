@@ -102,38 +102,3 @@ def test_ranks_agree_on_loads() -> None:
         [0, 2, 0],
         [0, 3, 0],
     ]
-
-
-@ranks(2)
-def test_flex_is_built_over_physical_experts() -> None:
-    """DeepEP needs a GPU; what its manager is told can be checked without: literal sizes for 4 homes and 2 slots."""
-    import tiny_gpt
-    from megatron.core.transformer.moe import token_dispatcher
-
-    from megatron_hecate.megatron.dispatcher import physical_dispatcher
-
-    told = []
-
-    class Manager:
-        def __init__(self, **arguments: object) -> None:
-            told.append(arguments)
-
-    token_dispatcher._DeepepManager = Manager
-    case = tiny_gpt.Case(
-        settings=(("moe_token_dispatcher_type", "flex"), ("moe_flex_dispatcher_backend", "deepep"))
-    )
-    tiny_gpt.initialize(case)
-    chunks, config = tiny_gpt.build(case)
-    stock = tiny_gpt.moe_layers(chunks)[0].token_dispatcher
-    told.clear()
-    ours = physical_dispatcher(stock, 6)
-    rank = dist.get_rank()
-    assert type(ours) is type(stock) and ours.local_expert_indices == [
-        6 * rank + i for i in range(6)
-    ]
-    assert (told[0]["num_local_experts"], told[0]["num_experts"], told[0]["router_topk"]) == (
-        6,
-        12,
-        2,
-    )
-    assert config.num_moe_experts == 8
