@@ -97,30 +97,28 @@ class QuotaTables:
                 self._homes = self.placed, torch.from_numpy(parts).to(self.device)
         return self._homes[1]
 
-    def parts(self, loads: Tensor, source: int) -> Tensor:
+    def parts_and_exchange(self, loads: Tensor, source: int) -> tuple[Tensor, Exchange]:
+        """Split one source's tokens as `parts` does, and count the exchange, in the same launch."""
+        sizes = self._exchange_sizes
+        counts = torch.empty(sum(sizes), dtype=torch.int64, device=self.device)
+        parts = self.parts(loads, source, counts)
+        # `Tensor.split` runs Python around this method
+        received, *sums = counts.split_with_sizes(sizes)
+        return parts, Exchange(received.view(-1, self.shape.slots_per_rank), *sums)
+
+    def parts(self, loads: Tensor, source: int, counts: Tensor | None = None) -> Tensor:
         """Split one source's tokens over the holders, in one kernel launch.
 
         Args:
             loads: tokens of source n routed to expert e, [N, E] int32, contiguous, on the device.
             source: index of the source, 0 to N - 1.
+            counts: int64 numbers of an `Exchange`, which the launch writes.
 
         Returns:
             [2 * R * P + E + 1] int32, `Parts` in ``kernels/gate.cuh``: the end of each holder's
             range within the tokens for its expert, each holder's physical expert, and the index of
             each expert's first holder.
         """
-        return self._split(loads, source, None)
-
-    def parts_and_exchange(self, loads: Tensor, source: int) -> tuple[Tensor, Exchange]:
-        """Split one source's tokens as `parts` does, and count the exchange, in the same launch."""
-        sizes = self._exchange_sizes
-        counts = torch.empty(sum(sizes), dtype=torch.int64, device=self.device)
-        parts = self._split(loads, source, counts)
-        # `Tensor.split` runs Python around this method
-        received, *sums = counts.split_with_sizes(sizes)
-        return parts, Exchange(received.view(-1, self.shape.slots_per_rank), *sums)
-
-    def _split(self, loads: Tensor, source: int, counts: Tensor | None) -> Tensor:
         assert loads.shape == self._loads_shape and loads.dtype == torch.int32, loads.shape
         shared = self._shared_bytes
         # working arrays in global memory, for tables that do not fit into shared memory and for
