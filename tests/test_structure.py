@@ -50,6 +50,7 @@ WITH_MEGATRON = {
     "__main__",
     "step.layer",
     "step.layer_parts",
+    "record.job_sizes",
     "record.observe",
     "tools.check",
     "tools.command_line",

@@ -19,12 +19,12 @@ from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.forward_pass import ForwardPass
-from megatron_hecate.megatron.job_sizes import job_sizes, memory_sizes
 from megatron_hecate.megatron.router_replay import has_replay
 from megatron_hecate.megatron.training_state import num_microbatches
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
 from megatron_hecate.record.expert_timer import ExpertTimer
+from megatron_hecate.record.job_sizes import job_sizes, memory_sizes
 from megatron_hecate.record.recorder import Columns, StageRecorder
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.replicas.memory_estimate import ExpertMemory

@@ -30,7 +30,6 @@ from megatron_hecate.comm.problems import collect
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.global_hooks import listen_to_steps
-from megatron_hecate.megatron.job_sizes import job_sizes, stock_memory, stock_shape
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import (
     captures_graph,
@@ -40,6 +39,7 @@ from megatron_hecate.megatron.training_state import (
 from megatron_hecate.plan import CPU, H100, Speeds, World
 from megatron_hecate.record.expert_timer import ExpertTimer
 from megatron_hecate.record.job_metrics import JobMetrics
+from megatron_hecate.record.job_sizes import job_sizes, stock_memory, stock_shape
 from megatron_hecate.record.recorder import Columns, StageRecorder
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.step.clock import Clock

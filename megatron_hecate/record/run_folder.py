@@ -75,7 +75,7 @@ class RunInfo:
             `replicas.memory_estimate.ExpertMemory`; ``token``, activations of a token in one expert
             that last until the backward; ``kept``, microbatches in flight, 0 if experts are
             recomputed. Empty if unknown.
-        job: sizes and layout of the job, `megatron.job_sizes.job_sizes`; empty if unknown.
+        job: sizes and layout of the job, `record.job_sizes.job_sizes`; empty if unknown.
         lifetime: resolved setting of `HecateConfig`.
         transport: resolved setting of `HecateConfig`.
         started: start time of the job, ISO 8601 with time zone; empty in records without jobs.
