@@ -52,6 +52,7 @@ WITH_MEGATRON = {
     "step.layer_parts",
     "record.job_sizes",
     "record.observe",
+    "record.training_log",
     "tools.check",
     "tools.command_line",
 }

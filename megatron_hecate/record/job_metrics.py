@@ -23,7 +23,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
-from megatron_hecate.megatron import training_globals
+from megatron_hecate.record import training_log
 from megatron_hecate.record.metrics import summarize
 
 # Seconds to wait for messages when training ends.
@@ -65,7 +65,7 @@ class JobMetrics(BackgroundThread):
         super().__init__("metrics", patience=PATIENCE)
         attempt = Attempt.current()
         self._rank = dist.get_rank()
-        self._stages = training_globals.logging_pipeline()
+        self._stages = training_log.logging_pipeline()
         self._logs = self._stages[-1:] == [self._rank]
         # Iterations between two logged ones, where Megatron's arguments have none (`bridge`).
         self.interval: int | None = None
@@ -111,7 +111,7 @@ class JobMetrics(BackgroundThread):
             iteration: number of the iteration; infinity after the last one.
             values: computes the metrics; called by the `JobMetrics` thread.
         """
-        interval = self.interval or training_globals.log_interval()
+        interval = self.interval or training_log.log_interval()
         is_logged = iteration == math.inf or bool(interval and iteration % interval == 0)
         if self._stages and not self._is_abandoned and is_logged:
             self._added.append((iteration, values))
@@ -198,7 +198,7 @@ def log_step(
     if global_vars is None:
         return
     board = global_vars.get_tensorboard_writer()
-    scalars = summarize(layers, values, per_layer=training_globals.logs_each_layer())
+    scalars = summarize(layers, values, per_layer=training_log.logs_each_layer())
     log_scalars(scalars, iteration, board=board, wandb=global_vars.get_wandb_writer())
     # Once training has ended, Megatron does not flush the writer any more.
     if ended and board:

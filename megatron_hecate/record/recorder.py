@@ -15,7 +15,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_hecate.faults.attempt import Attempt
-from megatron_hecate.megatron import training_globals
+from megatron_hecate.record import training_log
 from megatron_hecate.record.job_metrics import PATIENCE, JobMetrics, Values
 from megatron_hecate.record.metrics import stage_metrics
 from megatron_hecate.record.rank_speed import FITTED, rank_speeds, slowest_pace
@@ -57,7 +57,7 @@ class StageRecorder:
         self._writer: RunWriter | None = None
         # Reason why nothing is recorded, if so.
         self.refused = ""
-        stage, records = training_globals.place_of_rank(group)
+        stage, records = training_log.place_of_rank(group)
         if folder is not None and records:
             try:
                 self._writer = RunWriter(folder, info, stage=stage)

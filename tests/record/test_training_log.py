@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_hecate.megatron.training_globals import log_interval, running_iteration
+from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.record.job_metrics import log_step
 from megatron_hecate.record.metrics import step_metrics
+from megatron_hecate.record.training_log import log_interval
 
 pytestmark = pytest.mark.fast
 
