@@ -28,14 +28,8 @@ def has_replay(layer: Module) -> bool:
 
 
 def replays(layer: Module) -> bool:
-    """Return whether the layer's next forward replays routes, which a fused router ignores."""
-    if layer.config.moe_router_fusion:
-        return False
-    if _is_listed(_replay(layer, "routing_replay")):
-        return True
-    replay = _replay(layer, "router_replay")
-    action = getattr(replay, "router_replay_action", None)
-    return getattr(action, "value", None) == "replay_forward"
+    """Return whether the layer's next forward replays routes."""
+    return _listed(layer) is not None or _single(layer) is not None
 
 
 def may_replay(routers: Iterable[Module]) -> bool:
@@ -59,16 +53,14 @@ def next_routes(layer: Module, limit: int) -> list[tuple[Tensor, Tensor | None]]
         For each forward, in order: experts of each token, [T, k], below 0 where the router chooses;
         and, if any, a mask [T] that is False there (verl).
     """
-    if not replays(layer):
-        return []
-    replay = _replay(layer, "routing_replay")
-    if _is_listed(replay):
+    if (replay := _listed(layer)) is not None:
         next_indices = replay.top_indices_list[replay.forward_index : replay.forward_index + limit]
         # An entry may also be an object that makes its tensor when the router asks for it.
         return [(routes, None) for routes in takewhile(_is_tensor, next_indices)]
-    replay = _replay(layer, "router_replay")
-    routes = None if replay is None else replay.target_topk_idx
-    return [] if routes is None else [(routes, getattr(replay, "target_replay_mask", None))]
+    replay = _single(layer)
+    if replay is None or replay.target_topk_idx is None:
+        return []
+    return [(replay.target_topk_idx, getattr(replay, "target_replay_mask", None))]
 
 
 def as_routed(layer: Module, routes: Tensor) -> Tensor:
@@ -83,15 +75,25 @@ def as_routed(layer: Module, routes: Tensor) -> Tensor:
     return torch.where((routes == -1).all(dim=1, keepdim=True), first, routes)
 
 
-def _is_listed(replay: Any) -> bool:
-    """Return whether the running forward replays the list of ``replay``, of slime or miles."""
+def _single(layer: Module) -> Any:
+    """Return Megatron's or verl's object if the next forward replays its routes, else ``None``."""
+    replay = _replay(layer, "router_replay")
+    action = getattr(replay, "router_replay_action", None)
+    return replay if getattr(action, "value", None) == "replay_forward" else None
+
+
+def _listed(layer: Module) -> Any:
+    """Return slime's or miles' object if the next forward replays its list, else ``None``."""
+    replay = _replay(layer, "routing_replay")
     if replay is None:
-        return False
+        return None
     manager = _manager(replay)
-    if manager is not None:
-        return manager.enabled and manager.stage == "replay_forward"
-    is_on = os.environ.get("ENABLE_ROUTING_REPLAY") == "1"
-    return is_on and os.environ.get("ROUTING_REPLAY_STAGE") == "replay_forward"
+    if manager is None:
+        is_on = os.environ.get("ENABLE_ROUTING_REPLAY") == "1"
+        stage = os.environ.get("ROUTING_REPLAY_STAGE")
+    else:
+        is_on, stage = manager.enabled, manager.stage
+    return replay if is_on and stage == "replay_forward" else None
 
 
 def _manager(replay: Any) -> Any:
@@ -105,9 +107,9 @@ def _is_tensor(routes: Any) -> bool:
 
 
 def _replay(layer: Module, name: str) -> Any:
-    """Return the object that replays routes, or ``None``."""
+    """Return the object that replays routes, which a fused router ignores, or ``None``."""
     replay = getattr(layer.router, name, None)
-    if replay is None:
+    if replay is None or layer.config.moe_router_fusion:
         return None
     is_known = all(hasattr(replay, attribute) for attribute in REPLAY_ASSUMPTIONS[name])
     return replay if is_known else None
