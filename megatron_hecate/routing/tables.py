@@ -66,31 +66,31 @@ class GroupShape:
         return np.argsort(self.world.node_index, kind="stable")
 
     @cached_property
+    def place(self) -> np.ndarray:
+        """[R] int64 index of each rank in `by_node`."""
+        return np.argsort(self.by_node)
+
+    @cached_property
     def order(self) -> np.ndarray:
         """[N] int64 sources, sorted by node, then rank."""
-        place = np.empty(self.world.num_ranks, np.int64)
-        place[self.by_node] = np.arange(len(place))
-        return np.argsort(place[np.asarray(self.source_rank, np.int64)], kind="stable")
+        return np.argsort(self.place[np.asarray(self.source_rank, np.int64)], kind="stable")
 
     def table(self) -> np.ndarray:
         """Serialize the group in the layout of `group_at`."""
         world = self.world
-        ranks = np.arange(world.num_ranks)
-        place = np.empty(len(ranks), np.int64)
-        place[self.by_node] = ranks
-        sources = np.bincount(np.asarray(self.source_rank, np.int64), minlength=len(ranks))
+        sources = np.bincount(np.asarray(self.source_rank, np.int64), minlength=world.num_ranks)
         sources = sources[self.by_node]
         in_node = np.bincount(world.node_index)
         sizes = [
             self.num_experts,
-            len(ranks),
+            world.num_ranks,
             self.slots_per_rank,
             len(self.source_rank),
             world.num_nodes,
         ]
         first = _running(in_node)
         bounds = [bound[world.node_index[self.by_node]] for bound in (first[:-1], first[1:])]
-        parts = [sizes, world.node_index, place, _running(sources), first, *bounds, self.order]
+        parts = [sizes, world.node_index, self.place, _running(sources), first, *bounds, self.order]
         return np.concatenate(parts).astype(np.int32)
 
     def work_size(self, threads: int) -> int:
@@ -193,8 +193,6 @@ class HolderOrder:
         shared_held = np.take_along_axis(
             np.where(is_shared, holder_index, -1).reshape(by_rank.shape), first, axis=1
         )[shape.by_node]
-        place = np.empty(shape.world.num_ranks, np.int64)
-        place[shape.by_node] = np.arange(len(place))
         # number of (expert, node), ascending over the holders
         stretch = self.expert * shape.world.num_nodes + shape.world.node_index[self.rank]
         begin, end = (np.searchsorted(stretch, stretch, side=side) for side in ("left", "right"))
@@ -208,14 +206,14 @@ class HolderOrder:
         parts += [_padded(part, num_physical) for part in (self.expert, self.rank, self.physical)]
         parts += [
             holder_index,
-            *(_padded(part, num_physical) for part in (begin, end, place[self.rank])),
+            *(_padded(part, num_physical) for part in (begin, end, shape.place[self.rank])),
         ]
         parts += [entry, entry_expert, entry_stretch]
         table = np.zeros(shape.holders_size, np.int32)
         numbers = np.concatenate(parts)
         table[: len(numbers)] = numbers
         holds = np.zeros((shape.num_experts, 64 * shape.words), bool)
-        holds[self.expert, place[self.rank]] = True
+        holds[self.expert, shape.place[self.rank]] = True
         table[shape.sets_begin :] = np.packbits(holds, bitorder="little").view("<i4")
         return table
 
