@@ -14,12 +14,12 @@ shapes: L layers, E experts, T iterations, R ranks, K nodes, F kinds of weights.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
 
+from megatron_hecate.plan.compiled import in_turn
 from megatron_hecate.plan.cost import CopyCost
 from megatron_hecate.plan.maxflow import balance, compiled
 from megatron_hecate.plan.placement import Placement
@@ -31,6 +31,8 @@ from megatron_hecate.plan.world import World
 JUDGED: int = 3
 # minimum relative saving of a layer; smaller savings are below the error of forecast and model
 LEAST: float = 0.02
+# minimum ratio of a move's saving to its cost
+MARGIN: float = 2.0
 # prefixes of the swap list that are scored: all n swaps, the first n/4, n/16, ...
 FEWER: int = 4
 Kinds = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -43,13 +45,11 @@ class HomeAssignment:
     Args:
         order: [L, E] int64, the expert at each position.
         num_bytes: bytes sent by all ranks together for the move.
-        seconds: duration of the move if all ranks send and receive concurrently and nothing hides.
         saved: seconds saved per iteration, by the cost model.
     """
 
     order: np.ndarray
     num_bytes: float
-    seconds: float
     saved: float
 
 
@@ -74,11 +74,6 @@ class HomeSearch:
             optimizer state.
         token_seconds: seconds of one token in one expert (`LayerShape.token_seconds`).
         horizon: expected lifetime of new homes in iterations.
-        margin: minimum ratio of a move's saving to its cost.
-        most_bytes: limit for bytes sent by one rank per search.
-
-    Raises:
-        ValueError: for a number that is not above 0.
     """
 
     homes: Placement
@@ -87,13 +82,6 @@ class HomeSearch:
     expert_bytes: float
     token_seconds: float
     horizon: int
-    margin: float = 2.0
-    most_bytes: float = math.inf
-
-    def __post_init__(self) -> None:
-        for name in ("expert_bytes", "token_seconds", "horizon", "margin", "most_bytes"):
-            if not (value := getattr(self, name)) > 0:
-                raise ValueError(f"{name}={value} must be more than 0")
 
     def find(self, load: np.ndarray, order: np.ndarray) -> HomeAssignment | None:
         """Find better homes for all layers of a stage; ``None`` if none pay."""
@@ -110,25 +98,18 @@ class HomeSearch:
                 over the group.
             order: [L, E] int, the expert at each position now.
             layers: indices of the layers.
-
-        Raises:
-            ValueError: for shapes that do not fit, loads that are negative or not finite, or an
-                order that is no permutation.
         """
         homes, world, cost = self.homes, self.world, self.cost
-        window = self._checked_window(load, order)
+        window = load.astype(np.float64).reshape(-1, *order.shape)
         middle = len(window) // 2
         problem = problem_of(homes.homes_only, world, cost)
         past = window[: max(middle, 1)].mean(axis=0)
         judged = np.unique(np.linspace(middle, len(window) - 1, JUDGED).astype(int))
         # A swap is scored only if it wins half of its cost, at the price of all ranks swapping
         # concurrently in pairs.
-        move_tokens = self.margin / world.num_ranks / self.horizon / self.token_seconds
-        near, far = (
-            move_tokens * link.seconds(self.expert_bytes)
-            for link in (world.speeds.intra, world.speeds.inter)
-        )
-        limits = (near, far, self.most_bytes / self.expert_bytes)
+        move_tokens = MARGIN / world.num_ranks / self.horizon / self.token_seconds
+        near = move_tokens * world.speeds.intra.seconds(self.expert_bytes)
+        far = move_tokens * world.speeds.inter.seconds(self.expert_bytes)
 
         def tokens(layer: int, positions: np.ndarray) -> float:
             """Average the layer's cost over recent iterations, in tokens.
@@ -150,7 +131,7 @@ class HomeSearch:
             current_tokens = tokens(layer, current)
             for placed in (plan, homes.homes_only)[: 2 if plan.num_replicas else 1]:
                 kinds = _weights(past[layer, current], placed.holders, problem)
-                pairs = _swaps(kinds, problem.home, world.node_index, limits)
+                pairs = _swaps(kinds, problem.home, world.node_index, (near, far))
                 while len(pairs):
                     new = _swapped(current, pairs, problem.home)
                     if (saved := current_tokens - tokens(layer, new)) > LEAST * current_tokens:
@@ -158,32 +139,8 @@ class HomeSearch:
                     pairs = pairs[: len(pairs) // FEWER]
         return choices
 
-    def _checked_window(self, load: np.ndarray, order: np.ndarray) -> np.ndarray:
-        """Return ``load`` as [T, L, E] float64; arguments and errors as in `choose`."""
-        homes, world = self.homes, self.world
-        window = np.asarray(load, dtype=np.float64)
-        if window.ndim == 2:
-            window = window[None]
-        is_valid = (
-            window.ndim == 3
-            and len(window)
-            and window.shape[1:] == order.shape == (len(order), homes.num_experts)
-        )
-        is_valid = is_valid and (np.sort(order, axis=1) == np.arange(homes.num_experts)).all()
-        if (
-            not is_valid
-            or world.num_ranks != homes.num_ranks
-            or not (np.isfinite(window) & (window >= 0)).all()
-        ):
-            raise ValueError(
-                f"load {np.shape(load)} must be finite and 0 or more, order {order.shape} must "
-                f"name each of {homes.num_experts} experts once in every layer, and "
-                f"{world.num_ranks} ranks be {homes.num_ranks}"
-            )
-        return window
-
     def afford(self, choices: Iterable[Choice], order: np.ndarray) -> HomeAssignment | None:
-        """Combine at most one choice per layer, by descending gain per move, within limits."""
+        """Combine at most one choice per layer, by descending gain per move."""
         world = self.world
         size = self.expert_bytes
         best = None
@@ -191,9 +148,7 @@ class HomeSearch:
         affordable: dict[int, tuple[float, Choice, np.ndarray]] = {}
 
         def gain(saved: float, moves: np.ndarray) -> float:
-            return self.horizon * self.token_seconds * saved - self.margin * _seconds(
-                moves, world, size
-            )
+            return self.horizon * self.token_seconds * saved - MARGIN * _seconds(moves, world, size)
 
         options = [
             (choice, _moves(order[choice.layer], choice.order, self.homes.home, world))
@@ -204,8 +159,7 @@ class HomeSearch:
             layer = option[1].layer
             candidates = {**affordable, layer: option}
             moves = np.sum([layer_moves for _, _, layer_moves in candidates.values()], axis=0)
-            worse = layer in affordable and option[0] <= affordable[layer][0]
-            if worse or moves[::2].sum(axis=0).max() * size > self.most_bytes:
+            if layer in affordable and option[0] <= affordable[layer][0]:
                 continue
             affordable = candidates
             saved = sum(choice.saved for _, choice, _ in candidates.values())
@@ -213,9 +167,8 @@ class HomeSearch:
                 new = order.astype(np.int64)
                 for layer, (_, choice, _) in candidates.items():
                     new[layer] = choice.order
-                seconds = _seconds(moves, world, size)
                 num_bytes = float(moves[::2].sum() * size)
-                best = HomeAssignment(new, num_bytes, seconds, saved * self.token_seconds)
+                best = HomeAssignment(new, num_bytes, saved * self.token_seconds)
                 best_gain = new_gain
         return best
 
@@ -308,7 +261,7 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
 
 @compiled
 def _swaps(
-    kinds: Kinds, home: np.ndarray, node: np.ndarray, limits: tuple[float, float, float]
+    kinds: Kinds, home: np.ndarray, node: np.ndarray, costs: tuple[float, float]
 ) -> np.ndarray:
     """List pairs of positions that swap experts, [S, 2]; each is the best for a fullest group.
 
@@ -316,9 +269,8 @@ def _swaps(
     and still decreases when one of several equally full groups gets lighter.
     """
     adds, group, part, price = kinds
-    near, far, max_swaps = limits
+    near, far = costs
     num_experts, num_kinds = adds.shape
-    num_moved = np.zeros(len(node))
     total = np.zeros((num_kinds, len(node)))
     weights = np.empty(adds.shape)
     full = np.empty(num_kinds, np.int64)
@@ -334,10 +286,10 @@ def _swaps(
                 weights[p, f] = total[f, group[p, f]]
         best = 0.0
         for p in range(num_experts):
-            if not (group[p] == full).any() or num_moved[home[p]] + 1 > max_swaps:
+            if not (group[p] == full).any():
                 continue
             for q in range(num_experts):
-                if home[p] == home[q] or num_moved[home[q]] + 1 > max_swaps:
+                if home[p] == home[q]:
                     continue
                 gain = -near if node[home[p]] == node[home[q]] else -far
                 for f in range(num_kinds):
@@ -356,8 +308,6 @@ def _swaps(
             total[f, group[i, f]] += added * part[i, f]
             total[f, group[j, f]] -= added * part[j, f]
             adds[i, f], adds[j, f] = adds[j, f], adds[i, f]
-        num_moved[home[i]] += 1
-        num_moved[home[j]] += 1
     return pairs
 
 
@@ -395,3 +345,22 @@ def _seconds(moves: np.ndarray, world: World, expert_bytes: float) -> float:
         links.intra.seconds(moves[:2].max() * expert_bytes),
         links.inter.seconds(across * expert_bytes),
     )
+
+
+def compile_home_planner(notice: Callable[[], None] = lambda: None) -> None:
+    """Compile the functions of the search by planning one small layer.
+
+    Args:
+        notice: called first if code is not cached, so that compiling takes seconds.
+    """
+    search = HomeSearch(
+        homes=Placement.initial(8, 4, num_slots=1),
+        world=World(node=(0, 0, 1, 1)),
+        cost=CopyCost(crossing=1.0),
+        expert_bytes=1.0,
+        token_seconds=1.0,
+        horizon=1000,
+    )
+    load = np.array([90, 1, 30, 1, 5, 0, 2, 0])
+    with in_turn(notice):
+        search.find(load[None], np.arange(8)[None])

@@ -29,8 +29,6 @@ from megatron_hecate.step.prefetch import Rehoming
 
 # number of iterations since the last search whose loads a search samples
 SAMPLED: int = 16
-# upper bound of the bytes that one rank sends after one search
-MOST_BYTES: float = 2e9
 
 
 class HomesSchedule(Rehoming):
@@ -158,7 +156,6 @@ class HomesSchedule(Rehoming):
             expert_bytes=self.homes.state_of(first).expert_bytes,
             token_seconds=first.shape(microbatches).token_seconds(first.world),
             horizon=first.config.rehome,
-            most_bytes=MOST_BYTES,
         )
         choices = self._choose(search, load.cpu().numpy() // first.group.size(), order)
         # a copy, because the broadcast overwrites it

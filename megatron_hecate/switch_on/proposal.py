@@ -19,7 +19,7 @@ from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.problems import collect
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.device.launch import Kernels
-from megatron_hecate.homes.compiling import compile_home_planner
+from megatron_hecate.homes.planner import compile_home_planner
 from megatron_hecate.megatron import assumptions, foreign_code, training_state
 from megatron_hecate.nvlink.program import compile_programs
 from megatron_hecate.plan import H100, Speeds, compile_planner

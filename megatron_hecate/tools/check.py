@@ -325,7 +325,7 @@ def _check_planner() -> bool:
             "without it no replicas are planned, only slots=0 works"
         )
         return False
-    from megatron_hecate.homes.compiling import compile_home_planner
+    from megatron_hecate.homes.planner import compile_home_planner
     from megatron_hecate.nvlink.program import compile_programs
     from megatron_hecate.plan import compile_planner
 

@@ -144,9 +144,8 @@ def test_an_order_is_a_permutation_and_its_price_is_that_of_its_moves(seed: int)
             ways[kind, before[expert]] += 1
             ways[kind + 1, after[expert]] += 1
     assert found.num_bytes == ways[::2].sum() * 1e7
-    assert found.seconds == pytest.approx(Traffic(*ways).seconds(1e7, world))
     assert found.saved == pytest.approx(saved * 1e-7)
-    assert found.saved * moving["horizon"] > 2 * found.seconds
+    assert found.saved * moving["horizon"] > 2 * Traffic(*ways).seconds(1e7, world)
 
 
 def test_the_same_arguments_give_the_same_order_in_any_memory_layout() -> None:
@@ -201,40 +200,6 @@ def test_a_gain_that_does_not_last_half_the_window_moves_nothing() -> None:
     assert (moved(passing, homes, World((0, 0))) == plain(homes)).all()
 
 
-# limits
-
-
-@pytest.mark.parametrize("experts", [0.5, 1, 2, 5])
-def test_no_rank_sends_more_than_the_limit(experts: float) -> None:
-    world, homes = World((0, 0, 0, 0, 1, 1, 1, 1)), Placement.initial(32, 8, num_slots=0)
-    load = steep(np.random.default_rng(5), 4, 32)
-    moving = dict(FREE, most_bytes=experts)
-    order, sent, free = moved(load, homes, world, moving=moving), np.zeros(8), np.zeros(8)
-    for new, unlimited in zip(order, moved(load, homes, world), strict=True):
-        for home, count in ((home_of(new, homes), sent), (home_of(unlimited, homes), free)):
-            count += np.bincount(homes.home[home != homes.home], minlength=8)
-    assert sent.max() <= experts < free.max()
-    assert sent.any() == (experts >= 1)
-
-
-def test_a_tight_limit_takes_the_most_worthwhile_swap() -> None:
-    """Of all single swaps of two experts in two layers, one that saves at least 0.7 of what the best one does."""
-    world, homes = World((0, 0, 1, 1)), Placement.initial(8, 4, num_slots=0)
-    for load in steep(np.random.default_rng(7), 5, 2, 8):
-        order = moved(load, homes, world, moving=dict(FREE, most_bytes=1))
-        now = [prices(tokens, homes.home[None], world)[0] for tokens in load]
-        saved = sum(now) - sum(
-            prices(t, home_of(o, homes)[None], world)[0] for t, o in zip(load, order, strict=True)
-        )
-        best = 0.0
-        for tokens, before in zip(load, now, strict=True):
-            for i, j in itertools.combinations(range(8), 2):
-                home = homes.home.copy()
-                home[[i, j]] = home[[j, i]]
-                best = max(best, before - prices(tokens, home[None], world)[0])
-        assert saved >= 0.7 * best
-
-
 # extremes
 
 
@@ -257,39 +222,6 @@ def test_one_rank_and_one_expert_each() -> None:
     homes = Placement.initial(4, 4, num_slots=0)  # only nodes can be evened out
     home = home_of(moved(np.array([[900, 900, 1, 1]]), homes, World((0, 0, 1, 1)))[0], homes)
     assert home[0] // 2 != home[1] // 2
-
-
-@pytest.mark.parametrize(
-    ("load", "order", "ranks"),
-    [
-        (np.ones((2, 8)), np.arange(8)[None], 4),
-        (np.ones((1, 6)), np.arange(6)[None], 4),
-        (np.ones((0, 1, 8)), np.arange(8)[None], 4),
-        (np.full((1, 8), np.nan), np.arange(8)[None], 4),
-        (-np.ones((1, 8)), np.arange(8)[None], 4),
-        (np.ones((1, 8)), np.arange(8)[None], 2),
-        (np.ones((1, 8)), np.zeros((1, 8), np.int64), 4),
-    ],
-)
-def test_what_does_not_fit_is_refused(load: np.ndarray, order: np.ndarray, ranks: int) -> None:
-    homes = Placement.initial(8, 4, num_slots=0)
-    with pytest.raises(
-        ValueError, match=rf"order \(1, {order.shape[1]}\) must .* 8 experts .* {ranks} ranks be 4"
-    ):
-        HomeSearch(homes=homes, world=World((0,) * ranks), cost=CROSSING, **FREE).find(load, order)
-
-
-@pytest.mark.parametrize(
-    "name", ["expert_bytes", "token_seconds", "horizon", "margin", "most_bytes"]
-)
-def test_prices_and_limits_are_above_zero(name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name}=0 must be more than 0"):
-        HomeSearch(
-            homes=Placement.initial(2, 1, num_slots=0),
-            world=World((0,)),
-            cost=CROSSING,
-            **{**FREE, name: 0},
-        )
 
 
 # nothing else knows

@@ -36,7 +36,7 @@ with contextlib.suppress(
     import tiny_gpt  # noqa: F401
 
     import megatron_hecate.switch_on.convert  # noqa: F401
-    from megatron_hecate.homes.compiling import compile_home_planner
+    from megatron_hecate.homes.planner import compile_home_planner
     from megatron_hecate.plan import compile_planner
 
     compile_planner()

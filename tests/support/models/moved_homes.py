@@ -35,7 +35,6 @@ def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
             return HomeAssignment(
                 order=np.stack([found[i] for i in range(len(order))]),
                 num_bytes=1.0,
-                seconds=1.0,
                 saved=1.0,
             )
 
