@@ -29,7 +29,6 @@ from torch.nn import Module
 from megatron_hecate.comm.agreement import refuse
 from megatron_hecate.config import HecateConfig, fssdp_arguments
 from megatron_hecate.enable import wrap
-from megatron_hecate.homes.converters import restore_homes_before_libraries
 from megatron_hecate.megatron import assumptions
 from megatron_hecate.record.job_metrics import PATIENCE, JobMetrics, log_scalars
 from megatron_hecate.record.layer_recorder import LayerRecorder
@@ -208,4 +207,3 @@ for _name, _value in {**NAMES, "moe_fssdp": False}.items():
     for _class in (ModelProviderMixin, ModelConfig):
         setattr(_class, _name, _value)
 wrap(pretrain, "runtime_config_update", _with_fssdp)
-restore_homes_before_libraries(needs_all=False)

@@ -12,10 +12,7 @@ from megatron.core.parallel_state import get_expert_data_parallel_rank
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
-from megatron_hecate.homes.converters import (
-    restore_homes_before,
-    restore_homes_before_libraries,
-)
+from megatron_hecate.homes.converters import restore_homes_before_conversions
 from megatron_hecate.homes.mover import Homes
 from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.megatron.cuda_graphs import captured_parts
@@ -103,9 +100,7 @@ def attach(
             # a framework may keep its converter of weights in the configuration that chunks share
             configs = [getattr(chunk, "config", None) for chunk in model.chunks]
             converters = [getattr(config, "bridge", None) for config in configs]
-            for converter in {id(converter): converter for converter in converters}.values():
-                restore_homes_before(converter, prefetcher.rehoming, undo)
-            restore_homes_before_libraries()
+            restore_homes_before_conversions(prefetcher.rehoming, converters)
         prefetcher.find_conflicts = model.find_conflicts
         for index, chunk in enumerate(model.chunks):
             begin = functools.partial(prefetcher.begin_chunk, index)
