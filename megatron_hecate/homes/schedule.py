@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.parallel_state import get_expert_data_parallel_rank
 from torch import Tensor
+from torch.optim.optimizer import Optimizer
 
 from megatron_hecate.comm.collectives import gather_objects, wait_collective
 from megatron_hecate.comm.device import device_of_rank
@@ -35,9 +37,9 @@ class HomesSchedule(Rehoming):
     """Periodic search for better homes of one model, and the moves.
 
     Args:
-        homes: homes of the model's layers.
-        states: the same layers.
+        states: all layers of this rank.
         group: process group as in `Homes`.
+        optimizers: callback for the optimizers that step the model.
         last_loads: function that returns the tokens of the last iteration in this rank's
             expert-parallel group, [L, E]; ``None`` before the first iteration.
         clock: clock of the model.
@@ -46,15 +48,16 @@ class HomesSchedule(Rehoming):
 
     def __init__(
         self,
-        homes: Homes,
         states: Sequence[LayerState],
         group: dist.ProcessGroup,
         *,
+        optimizers: Callable[[], Sequence[Optimizer]],
         last_loads: Callable[[], np.ndarray | None],
         clock: Clock,
         meter: OverlapMeter,
     ) -> None:
-        self.homes = homes
+        replica = get_expert_data_parallel_rank()
+        self.homes = Homes(states, group, replica=replica, optimizers=optimizers)
         self._states = states
         self._group = group
         self._last_loads = last_loads

@@ -81,13 +81,9 @@ class LayerRecorder(StepEvents):
         # Tokens per microbatch as routed; counted only for a record.
         self.counts: TokenCounts | None = None
         if is_recorded:
-            device = device_of_rank()
             on_gpu = next(first.parts.layer.experts.parameters()).is_cuda
             self.timer = ExpertTimer(clock, (len(states), world.num_ranks), self._rank, on_gpu)
-            with lasting_tensors():
-                self.counts = TokenCounts(
-                    experts, world.num_ranks, microbatches=num_microbatches(), device=device
-                )
+            self.counts = _token_counts(experts, world.num_ranks)
         # Tokens computed on this rank by microbatch, [M, L], and forwards that were counted, [L].
         distinguished = 1 if self.counts is None else self.counts.distinguished
         self._computed = np.zeros((distinguished, len(states)), dtype=np.int64)
@@ -224,6 +220,12 @@ class LayerRecorder(StepEvents):
             if not self._padded:
                 columns["computed_peak"] = computed.max(axis=0).sum(axis=0)
         return columns
+
+
+def _token_counts(experts: Sequence[int], ranks: int) -> TokenCounts:
+    """Allocate the counts of tokens per microbatch of layers with these numbers of experts."""
+    with lasting_tensors():
+        return TokenCounts(experts, ranks, microbatches=num_microbatches(), device=device_of_rank())
 
 
 def _slots(placement: Placement, slots: int) -> np.ndarray:

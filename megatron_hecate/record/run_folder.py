@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 import shlex
@@ -209,14 +210,14 @@ def read(folder: str | Path) -> RunRecord:
     return functools.reduce(_continued, reversed(records))
 
 
-def _continued(job: RunRecord, earlier: RunRecord) -> RunRecord:
-    """Return the record of ``job`` with the iterations that an ``earlier`` one had before it."""
-    num_kept = int(np.searchsorted(earlier.iteration, job.iteration[0]))
-    if job.info.form != earlier.info.form or not num_kept:
+def _continued(job: RunRecord, predecessor: RunRecord) -> RunRecord:
+    """Return the record of ``job`` with the iterations that its ``predecessor`` had before."""
+    num_kept = int(np.searchsorted(predecessor.iteration, job.iteration[0]))
+    if job.info.form != predecessor.info.form or not num_kept:
         return job
     arrays: dict[str, np.ndarray | None] = {}
     for name in COLUMNS:
-        parts = getattr(earlier, name), getattr(job, name)
+        parts = getattr(predecessor, name), getattr(job, name)
         is_whole = all(part is not None for part in parts)
         arrays[name] = np.concatenate([parts[0][:num_kept], parts[1]]) if is_whole else None
     return dataclasses.replace(job, **arrays)
@@ -244,7 +245,7 @@ def _read_job(paths: Sequence[Path]) -> RunRecord | None:
     common = common[:: -(-len(common) // MOST_READ)]
     rows = [stage.rows[np.searchsorted(stage.rows["iteration"], common)] for stage in stages]
     infos = [stage.info for stage in stages]
-    layers = [name for info in infos for name in info.layers]
+    layers = list(itertools.chain.from_iterable(info.layers for info in infos))
     # With interleaved schedules the model's chunks alternate between stages.
     order = sorted(range(len(layers)), key=lambda index: place_in_model(layers[index]))
     experts = max(info.num_experts for info in infos)
@@ -301,11 +302,9 @@ def _read_stage(path: Path) -> _Stage | None:
 
 def _parse_header(line: bytes) -> tuple[RunInfo, np.dtype]:
     """Parse the first line of a file; return the stage's properties and the type of its rows."""
-    name, _, rest = line.partition(b" ")
-    version, _, rest = rest.partition(b" ")
-    crc, _, text = rest.strip().partition(b" ")
-    if name != FORMAT:
+    if not line.startswith(FORMAT + b" "):
         raise ValueError("it does not begin as a record")
+    _, version, crc, text = line.strip().split(b" ", 3)
     if version != b"%d" % VERSION:
         raise ValueError(f"version {version.decode()}, this package reads {VERSION}")
     if int(crc, 16) != zlib.crc32(text):

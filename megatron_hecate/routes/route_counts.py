@@ -66,25 +66,3 @@ def count_tokens(parts: Iterable[Tensor], experts: int, device: torch.device) ->
         index = sorted_experts.clamp_(-1, experts).add_(1).view(-1)
         counts.scatter_add_(0, index, one.expand(len(index)))
     return counts[1:]
-
-
-def check_routes(routes: Routes, experts: int, *, layer: int) -> None:
-    """Raise ValueError if the dtype of ``routes`` does not hold the numbers of all experts.
-
-    Args:
-        routes: experts of each token.
-        experts: number of experts.
-        layer: index of the MoE layer on this rank.
-    """
-    kind = routes.dtype
-    try:
-        largest = (torch.iinfo(kind) if isinstance(routes, Tensor) else np.iinfo(kind)).max
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"routes of MoE layer {layer} are {kind}; give the numbers of experts as integers"
-        ) from None
-    if experts - 1 > largest:
-        raise ValueError(
-            f"routes of MoE layer {layer} are {kind}, which holds expert numbers up to {largest}, "
-            f"but the layer has experts 0 to {experts - 1}; give int32"
-        )

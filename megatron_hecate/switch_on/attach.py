@@ -8,12 +8,10 @@ import functools
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core.parallel_state import get_expert_data_parallel_rank
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
 from megatron_hecate.homes.converters import restore_homes_before_conversions
-from megatron_hecate.homes.mover import Homes
 from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.megatron.cuda_graphs import captured_parts
 from megatron_hecate.megatron.data_parallel import DataParallel
@@ -74,7 +72,14 @@ def attach(
     prefetcher = Prefetcher(states, KnownRoutes(states))
     clock = prefetcher.clock
     if homes_group is not None:
-        prefetcher.rehoming = _rehoming(states, homes_group, prefetcher)
+        prefetcher.rehoming = HomesSchedule(
+            states,
+            homes_group,
+            optimizers=prefetcher.detector.optimizers,
+            last_loads=lambda: prefetcher.monitor.history.last,
+            clock=clock,
+            meter=prefetcher.meter,
+        )
     recorder = LayerRecorder(
         states,
         prefetcher.meter,
@@ -85,9 +90,8 @@ def attach(
     prefetcher.monitor.recorder = recorder
     blocks = _blocks_by_layer(model.chunks)
     with contextlib.ExitStack() as undo:
-        config = states[0].config
         prefetcher.returns.data_parallel = DataParallel(
-            model.chunks, prefetcher.detector, undo, orders=config.slots > 0
+            model.chunks, prefetcher.detector, undo, orders=states[0].config.slots > 0
         )
         clock.listeners = [prefetcher.returns.data_parallel, prefetcher, recorder]
         for layer, state in zip(model.layers, states, strict=True):
@@ -110,22 +114,6 @@ def attach(
             undo.callback(end.remove)
         # nothing has failed: keep the changes
         undo.pop_all()
-
-
-def _rehoming(
-    states: list[LayerState], group: dist.ProcessGroup, prefetcher: Prefetcher
-) -> HomesSchedule:
-    monitor = prefetcher.monitor
-    replica = get_expert_data_parallel_rank()
-    homes = Homes(states, group, replica=replica, optimizers=prefetcher.detector.optimizers)
-    return HomesSchedule(
-        homes,
-        states,
-        group,
-        last_loads=lambda: monitor.history.last,
-        clock=prefetcher.clock,
-        meter=prefetcher.meter,
-    )
 
 
 def _attach_layer(
