@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import sys
@@ -38,9 +39,14 @@ class RunWriter(BackgroundThread):
     def __init__(self, folder: str | Path, info: RunInfo, *, stage: int = 0) -> None:
         super().__init__("record", patience=PATIENCE)
         self._info = info
-        job = Path(folder, info.started.replace(":", ""))
-        job.mkdir(parents=True, exist_ok=True)
-        self._path = job / f"stage-{stage:03d}.rows"
+        name = info.started.replace(":", "")
+        self._path = Path(folder, name, f"stage-{stage:03d}.rows")
+        # Process groups that are created again over the same store have the same start.
+        for number in itertools.count(2):
+            if not self._path.exists():
+                break
+            self._path = Path(folder, f"{name}-{number:03d}", self._path.name)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self._path.open("xb", buffering=0)
         self._rows: queue.SimpleQueue[dict[str, np.ndarray]] = queue.SimpleQueue()
         # Type of the rows, which the first one decides.

@@ -139,8 +139,14 @@ def test_jobs_in_one_folder_hide_nothing(tmp_path: Path) -> None:
     assert read(first).iteration.tolist() == list(range(1, 11))
     assert read(second).iteration.tolist() == [1, 2, 3]
     assert read(third).info.layers == ("layer 1",)
-    with pytest.raises(FileExistsError):
-        RunWriter(third, dataclasses.replace(other, started=""))
+
+
+def test_a_job_that_starts_again_at_the_same_time_is_continued(tmp_path: Path) -> None:
+    """Process groups are created again over the same store, up to a dozen times."""
+    for first in range(1, 13):
+        _write(tmp_path, range(first, first + 3))
+    assert len(list(tmp_path.iterdir())) == 12
+    assert read(tmp_path).iteration.tolist() == list(range(1, 15))
 
 
 @pytest.mark.parametrize("limit", [100, 10_000])
