@@ -58,12 +58,9 @@ def case_of(
             ddp["reuse_grad_buf_for_mxfp8_param_ag"] = optimizer[
                 "reuse_grad_buf_for_mxfp8_param_ag"
             ] = name == "mxfp8"
-    config = dict(settings=settings, ddp=ddp, optimizer=optimizer)
-    case = tiny_gpt.Case(
-        grouped=True, **fields, **{name: tuple(d.items()) for name, d in config.items()}
+    return tiny_gpt.initialized(
+        grouped=True, **fields, settings=settings, ddp=ddp, optimizer=optimizer
     )
-    tiny_gpt.initialize(case)
-    return case
 
 
 def fuse_wgrad(chunks: list) -> list:

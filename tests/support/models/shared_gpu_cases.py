@@ -37,7 +37,6 @@ CASES: dict[str, dict[str, tuple[dict, dict, dict]]] = {
     "layouts": {
         "fused": (dict(accumulate=3), FUSED, {}),
         "edp2-distopt-overlap": (dict(ep=2, accumulate=2, **SHARDED), FUSED, {}),
-        "pp2": (dict(ep=2, pp=2, accumulate=4), FUSED, {}),
         "pp2-vpp2-bf16-distopt-overlap": (
             dict(ep=2, pp=2, vpp=2, accumulate=4, bf16=True, **SHARDED),
             FUSED,
@@ -55,10 +54,8 @@ CASES: dict[str, dict[str, tuple[dict, dict, dict]]] = {
             {},
         ),
         "layer": (dict(accumulate=2), dict(FUSED, num_layers=4), dict(lifetime="layer")),
-        "microbatch": (dict(accumulate=3), FUSED, dict(lifetime="layer")),
         "late": (dict(accumulate=2), FUSED, LATE),
         "unfused-bias": (dict(accumulate=2), dict(add_bias_linear=True), {}),
-        "capacity": (dict(accumulate=2), dict(FUSED, **CAPACITY), {}),
         "capacity-padded": (
             dict(accumulate=2),
             dict(FUSED, **CAPACITY, moe_pad_expert_input_to_capacity=True),
@@ -125,9 +122,7 @@ def compare(group: str, name: str) -> None:
 
     fields, settings, hecate = CASES[group][name]
     fields = dict(ep=RANKS, grouped=True, seq=64, micro_batch=4) | fields
-    fields |= {key: tuple(fields[key].items()) for key in ("ddp", "optimizer") if key in fields}
-    case = tiny_gpt.Case(**fields, settings=tuple({**SIZES, **settings}.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(**fields, settings={**SIZES, **settings})
     run: Callable = LIVES.get(name, compare_replicas)
     run(name, case, hecate)
 

@@ -83,9 +83,17 @@ class Case:
         False  # experts are a TEGroupedMLP, over TransformerEngine: call te_on_cpu.install() first
     )
     grad_reduce_in_fp32: bool = True
-    ddp: tuple[tuple[str, Any], ...] = ()  # further fields of DistributedDataParallelConfig
-    settings: tuple[tuple[str, Any], ...] = ()  # further fields of TransformerConfig
-    optimizer: tuple[tuple[str, Any], ...] = ()  # further fields of OptimizerConfig
+    # further fields of DistributedDataParallelConfig, TransformerConfig and OptimizerConfig, also as dicts
+    ddp: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+    optimizer: tuple[tuple[str, Any], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("ddp", "settings", "optimizer"):
+            value = getattr(self, name)
+            object.__setattr__(
+                self, name, tuple(value.items()) if isinstance(value, dict) else value
+            )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -130,6 +138,13 @@ def initialize(case: Case) -> None:
         expert_tensor_parallel_size=case.etp,
     )
     set_num_microbatches(case, case.accumulate)
+
+
+def initialized(**fields: Any) -> Case:
+    """A case, for which this process is initialized."""
+    case = Case(**fields)
+    initialize(case)
+    return case
 
 
 def set_num_microbatches(case: Case, count: int) -> None:

@@ -158,14 +158,9 @@ def case_of(layout: Layout) -> tuple[Any, Callable[[list], list]]:
         import tiny_hybrid
 
         tiny_hybrid.install(*layout.pattern)
-    fields = {
-        name: tuple(value.items()) if isinstance(value, dict) else value
-        for name, value in layout.case.items()
-    }
-    case = tiny_gpt.Case(
-        **fields, grouped=layout.experts != "sequential", settings=tuple(settings.items())
+    case = tiny_gpt.initialized(
+        **layout.case, grouped=layout.experts != "sequential", settings=settings
     )
-    tiny_gpt.initialize(case)
     if is_fused or "gradient_accumulation_fusion" in settings:  # of operators for the attention
         tiny_gpt.install_fused_wgrad()
     return case, prepare
