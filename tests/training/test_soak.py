@@ -1,4 +1,4 @@
-"""Some hundred iterations with all that disturbs a job: exceptions, evaluation, other numbers of microbatches,
+"""150 iterations with all that disturbs a job: exceptions, evaluation, other numbers of microbatches,
 checkpoints, restarts in the process. `pytest -s -m slow tests/training/test_soak.py` prints the figures.
 
 Oracle: stock Megatron, disturbed alike or not at all, for every loss; what a process held early in the same run.
@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from ranks import ranks
 
-ITERATIONS = 220
+ITERATIONS = 100
 # An attempt has 50 iterations and a checkpoint after every 20th: the next one begins 10 iterations back.
 ATTEMPT, SAVED = 50, 20
 DISTURBANCES = ("none", "forward", "backward", "evaluation", "microbatches")
@@ -128,7 +129,6 @@ def test_a_long_disturbed_run_is_stocks_and_holds_no_more() -> None:
     """Homes move every 3 iterations. Stock Megatron itself keeps the models and files of attempts before: FSSDP may
     keep as much, by group for files, since homes that move have groups of their own."""
     import tiny_gpt
-    import torch.distributed as dist
     from rehoming_hooks import rehoming_hook
 
     case = tiny_gpt.Case(accumulate=2, distributed_optimizer=True)
@@ -142,7 +142,7 @@ def test_a_long_disturbed_run_is_stocks_and_holds_no_more() -> None:
             print(f"{name}: {len(soak.losses)} iterations, {len(soak.held)} attempts")
             for early, late in soak.held:
                 print("  after 10:", early, "\n  after 50:", late)
-    assert len(ours.losses) == 300 and ours.replicas > 0
+    assert len(ours.losses) == 150 and ours.replicas > 0
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
     first = ours.held[0][0]
     for early, late in ours.held:

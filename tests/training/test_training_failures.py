@@ -11,18 +11,22 @@ import re
 import signal
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 from ranks import ranks
+
+from megatron_hecate.comm.collectives import TransferError
 
 
 @ranks(2)
 def test_gradients_that_nobody_reduced_are_an_error() -> None:
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
     config = run.chunks[0].config
     config.finalize_model_grads_func, config.no_sync_func = None, contextlib.nullcontext
@@ -51,17 +55,14 @@ def _spoil_gradients(chunks: list, value: float, *, times: int) -> list[int]:
     return planted
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @ranks(2)
-def test_bad_gradients_of_a_replica_reach_megatrons_own_check(value: float) -> None:
+def test_bad_gradients_of_a_replica_reach_megatrons_own_check() -> None:
     """Stock Megatron stops on a NaN gradient (check_for_nan_in_grad); a replica's must arrive there, at its home."""
     import tiny_gpt
-    import torch.distributed as dist
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
-    planted = _spoil_gradients(run.chunks, value, times=100)
+    planted = _spoil_gradients(run.chunks, float("nan"), times=100)
     try:
         run.step(2)
         stopped = False
@@ -69,9 +70,7 @@ def test_bad_gradients_of_a_replica_reach_megatrons_own_check(value: float) -> N
         stopped = True
         plans = [layer.fssdp.plan for layer in tiny_gpt.moe_layers(run.chunks)]
         if any(plan is not None and plan.replicated for plan in plans):
-            assert any(word in str(error) for word in ("NaN", "nan", "Inf", "inf", "Unexpected")), (
-                error
-            )
+            assert any(word in str(error) for word in ("NaN", "nan", "Unexpected")), error
     assert stopped, (
         f"rank {dist.get_rank()} went on with a bad gradient at home, {planted} were planted here"
     )
@@ -82,10 +81,8 @@ def test_bad_gradients_of_a_replica_reach_megatrons_own_check(value: float) -> N
 def test_overflow_in_a_replica_skips_the_step_as_in_stock() -> None:
     """fp16 with loss scaling: an infinity in a replica's gradient makes Megatron skip the step on all ranks."""
     import tiny_gpt
-    import torch
 
-    case = tiny_gpt.Case(fp16=True, accumulate=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(fp16=True, accumulate=2)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
     before = {name: p.detach().clone() for name, p in run.chunks[0].named_parameters()}
     scale = float(run.optimizer.get_loss_scale())
@@ -104,26 +101,6 @@ def test_overflow_in_a_replica_skips_the_step_as_in_stock() -> None:
     assert torch.isfinite(torch.tensor(run.step(3))), "and training goes on"
 
 
-@ranks(2)
-def test_frozen_experts() -> None:
-    """The rest trains as in stock; `test_partly_frozen` freezes some experts."""
-    import tiny_gpt
-
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
-    hook = tiny_gpt.fssdp_hook()
-
-    def freeze(chunks: list) -> list:
-        for layer in tiny_gpt.moe_layers(chunks):
-            for expert in layer.experts.local_experts:
-                expert.requires_grad_(False)
-        return chunks
-
-    stock = tiny_gpt.train(case, hook=freeze)
-    ours = tiny_gpt.train(case, hook=lambda chunks: hook(freeze(chunks)))
-    tiny_gpt.assert_trained_alike(stock, ours)
-
-
 @pytest.mark.parametrize(
     ("when", "message"),
     [
@@ -137,15 +114,10 @@ def test_frozen_experts() -> None:
 @ranks(2, killed=frozenset({1}))
 def test_a_peer_that_dies_in_training_is_named(when: str, message: str) -> None:
     """Fetches run in the background, so whatever a layer waits for first names the dead peer's layer and ranks."""
-    from types import SimpleNamespace
 
     import tiny_gpt
-    import torch.distributed as dist
 
-    from megatron_hecate.comm.collectives import TransferError
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(timeout=10))
     assert run.replicas > 0
     layer = tiny_gpt.moe_layers(run.chunks)[0]
@@ -169,12 +141,8 @@ def test_a_peer_that_dies_in_training_is_named(when: str, message: str) -> None:
 def test_a_peer_that_sleeps_in_training_is_named() -> None:
     """In the exchange of loads, which is a collective of the group: the layer, the ranks and the late one are named."""
     import tiny_gpt
-    import torch.distributed as dist
 
-    from megatron_hecate.comm.collectives import TransferError
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(timeout=2))
     assert run.replicas > 0
     if dist.get_rank() == 1:
@@ -191,23 +159,9 @@ def test_a_peer_that_sleeps_in_training_is_named() -> None:
 
 
 @ranks(2)
-def test_a_given_up_step_does_not_spoil_the_next() -> None:
-    """One microbatch of two runs, then the loop starts over: right results afterwards."""
-    import tiny_gpt
-
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
-    stock = tiny_gpt.train(case, steps=4)
-    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
-    tiny_gpt.run(case, run.chunks, 2, num_microbatches=1)
-    assert [run.step(2), run.step(3)] == pytest.approx(stock.losses[2:], rel=1e-5)
-
-
-@ranks(2)
 def test_checkpointing_that_hides_forwards_is_an_error() -> None:
     """A checkpoint of one's own, whose first pass nothing tells from evaluation."""
     import tiny_gpt
-    import torch
 
     class OwnCheckpoint(torch.autograd.Function):
         @staticmethod
@@ -222,8 +176,7 @@ def test_checkpointing_that_hides_forwards_is_an_error() -> None:
                 ctx.function(x)[0].backward(grad)
             return None, x.grad
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     hook = tiny_gpt.fssdp_hook()
 
     def checkpointed(chunks: list) -> list:

@@ -24,6 +24,7 @@ from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.rerun_state_machine import destroy_rerun_state_machine
 
 from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.comm.transfer import Transfer
 
 STEPS = 4
 _number = itertools.count()
@@ -39,7 +40,6 @@ class Left:
     """What this process holds while an attempt trains, besides its model."""
 
     threads: list[str]
-    ours: list[str]
     groups: int
     files: int
     objects: dict[str, int]
@@ -85,7 +85,6 @@ def left() -> Left:
             objects[kind.__name__] = objects.get(kind.__name__, 0) + 1
     return Left(
         threads,
-        our_threads(),
         groups,
         len(list(Path("/proc/self/fd").iterdir())),
         objects,
@@ -97,21 +96,6 @@ def our_threads() -> list[str]:
     """Those of megatron_hecate, and of transfers that it runs in the background."""
     names = [thread.name for thread in threading.enumerate()]
     return sorted(name for name in names if name.lower().startswith(("fssdp", "spag", "sprs")))
-
-
-def table(stock: list[tuple[str, Left]], ours: list[tuple[str, Left]]) -> str:
-    """The figures of attempts by point of death, as Markdown."""
-    lines = [
-        "| point of death | stock | FSSDP | threads of ours | process groups |",
-        "|---|---|---|---|---|",
-    ]
-    for name in POINTS:
-        found = [left for point, left in ours if point == name]
-        in_stock = "trains on" if name in dict(stock) else "has no such point"
-        threads = ", ".join(str(len([t for t in left.threads if t in left.ours])) for left in found)
-        groups = ", ".join(str(left.groups) for left in found)
-        lines.append(f"| {name} | {in_stock} | trains on | {threads} | {groups} |")
-    return "\n".join(lines)
 
 
 def attempt(case: tiny_gpt.Case, hook: Hook, point: Point) -> tuple[list[float], Exception, Left]:
@@ -169,6 +153,11 @@ def in_return(run: Any) -> None:
     _around_transfer(run, "return")
 
 
+def in_wait(run: Any) -> Any:
+    """All wait for a transfer, as where nvidia-resiliency-ext injects an error into the training thread."""
+    return mock.patch.object(Transfer, "wait", _fail)
+
+
 def while_homes_move(run: Any) -> Any:
     from megatron_hecate.homes.exchange import Relocation
 
@@ -217,6 +206,7 @@ POINTS = {
     "forward": Point(in_forward, stock=True),
     "fetch": Point(in_fetch),
     "fetch, nvlink": Point(in_fetch, settings={"transport": "nvlink"}),
+    "wait for a transfer": Point(in_wait),
     "backward": Point(in_backward, stock=True),
     "return": Point(in_return),
     "return, nvlink": Point(in_return, settings={"transport": "nvlink"}),
