@@ -59,8 +59,7 @@ def test_an_iteration_of_several_microbatches_is_planned_for_the_sum_of_announce
 
     from megatron_hecate import expect_routes
 
-    case = tiny_gpt.Case(accumulate=2, settings=(REPLAY,))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=(REPLAY,))
     replay(case.accumulate)
     stock = train_steps(case, 3)
     found: list[np.ndarray] = []
@@ -94,8 +93,7 @@ def test_when_a_layer_has_been_planned_only_the_router_holds_its_routes() -> Non
 
     from megatron_hecate.step.early_plans import EarlyPlans
 
-    case = tiny_gpt.Case(accumulate=2, settings=(REPLAY,))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=(REPLAY,))
     replay(case.accumulate)
     run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(lifetime="layer", slots=2))
     # a local variable of the loop holds the routes of the last layer

@@ -6,6 +6,8 @@ Oracle: the values that were saved, gathered from all ranks by global expert, an
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 from checkpoints import load, save, shared_folder
 from ranks import ranks
 
@@ -13,8 +15,6 @@ from ranks import ranks
 def _values(run) -> dict:
     """Parameters and optimizer moments of all ranks, experts under their global number."""
     import tiny_gpt
-    import torch
-    import torch.distributed as dist
     from megatron.core import parallel_state
 
     own = {}
@@ -43,7 +43,6 @@ def _values(run) -> dict:
 
 
 def _equal(a: dict, b: dict) -> None:
-    import torch
 
     assert a["params"].keys() == b["params"].keys()
     for name, value in a["params"].items():
@@ -52,17 +51,15 @@ def _equal(a: dict, b: dict) -> None:
 
 @pytest.mark.parametrize(
     ("direction", "distributed_optimizer"),
-    [("to stock", True), ("from stock", False)],
+    [("to stock", True), pytest.param("from stock", False, marks=pytest.mark.slow)],
 )
 @ranks(2)
 def test_bitwise_between_stock_and_fssdp(direction: str, distributed_optimizer: bool) -> None:
     import tiny_gpt
-    import torch
 
     hook = tiny_gpt.fssdp_hook()
     writer, reader = (hook, None) if direction == "to stock" else (None, hook)
-    case = tiny_gpt.Case(distributed_optimizer=distributed_optimizer)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=distributed_optimizer)
     written = tiny_gpt.train(case, steps=3, hook=writer)
     folder = shared_folder("checkpoint")
     save(written, folder)

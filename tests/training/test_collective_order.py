@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import planners
 import pytest
+import torch.distributed as dist
+import variants
 from layouts import COMBINED, DELAYED, FULL, FUSED_WGRAD, HYBRID, SHARDED, Layout
 from quick import quick
 from ranks import ranks
+
+from megatron_hecate.plan import plan_replicas
 
 # of the gradients: a reduction first waits for the bucket before
 ACCUMULATION = dict(reduce_scatter_with_fp32_accumulation=True)
@@ -59,7 +64,7 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
         {},
     ),
 }
-QUICK = ("small buckets", "grouped, fused", "accumulated, combined")
+QUICK = ("grouped, fused", "accumulated, combined")
 
 
 def _names(num_ranks: int) -> list:
@@ -87,14 +92,9 @@ def test_pipelines(name: str) -> None:
 
 def _plan_apart(layout: Layout, settings: dict[str, Any], groups: Any) -> None:
     """Compare FSSDP with stock: the ranks of each of ``groups`` in turn have no replicas."""
-    import planners
-    import variants
 
     case, _ = variants.case_of(layout)
     import tiny_gpt
-    import torch.distributed as dist
-
-    from megatron_hecate.plan import plan_replicas
 
     stock = tiny_gpt.train(case)
     tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5

@@ -118,8 +118,7 @@ def _compare(scopes: tuple[str, ...], layout: Layout, settings: dict[str, Any]) 
 
     if "moe_flex_dispatcher_backend" in layout.model:
         flex_backends.install()
-    case = tiny_gpt.Case(**layout.case, settings=tuple(layout.model.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(**layout.case, settings=layout.model)
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
     flex_backends.forget()
     graphs_on_cpu.install()
@@ -146,8 +145,7 @@ def test_megatrons_own_graphs(name: str) -> None:
 
     scopes, lifetime = HYBRID[name]
     tiny_hybrid.install("M*EM*E")
-    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 6),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=(("num_layers", 6),))
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
     graphs_on_cpu.install()
     declare()
@@ -174,8 +172,7 @@ def test_without_replicas_nothing_differs() -> None:
         with tiny_gpt.evaluating(trained.chunks):
             return tiny_gpt.run(case, trained.chunks, 100, num_microbatches=2, forward_only=True)
 
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2)
     stock = tiny_gpt.train(case, steps=4)
     evaluated = evaluate(stock)
     graphs_on_cpu.install()

@@ -63,9 +63,10 @@ def test_counts_are_those_of_megatron() -> None:
     import tiny_gpt
 
     model = dict(FULL, moe_expert_capacity_factor=1.0)
-    compare_counts(tiny_gpt.Case(skew=4.0, settings=tuple(model.items())), expected=2)
+    compare_counts(tiny_gpt.Case(skew=4.0, settings=model), expected=2)
 
 
+@pytest.mark.slow
 @ranks(4)
 def test_counts_with_expert_tensor_parallelism() -> None:
     import tiny_gpt

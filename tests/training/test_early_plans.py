@@ -6,7 +6,6 @@ Oracle: the same training with all plans made in the main thread, bitwise; and t
 from __future__ import annotations
 
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -39,8 +38,7 @@ def test_plans_of_the_thread_are_those_of_the_layers() -> None:
 
     from megatron_hecate.step.early_plans import EarlyPlans
 
-    case = tiny_gpt.Case(accumulate=2, skew=4.0)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, skew=4.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyPlans, "start", lambda *_: None)
         late, threads = _train(case, 6)
@@ -63,8 +61,7 @@ def test_plans_for_a_wrong_guess_are_made_anew() -> None:
 
     from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
 
-    case = tiny_gpt.Case(accumulate=2, skew=4.0)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, skew=4.0)
 
     def train() -> Any:
         run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
@@ -92,44 +89,3 @@ def test_plans_for_a_wrong_guess_are_made_anew() -> None:
         patch.setattr(PlanInputs, "plan", fails_early)
         failed = train()
     assert tiny_gpt.difference(late, failed) == tiny_gpt.SAME
-
-
-@ranks(2)
-def test_sizes_of_the_thread_are_of_the_kind_that_it_asked_for() -> None:
-    """A forward outside of Megatron's schedules begins while the thread works out sizes; costs stay the same on all
-    ranks."""
-    import tiny_gpt
-    import torch.distributed as dist
-    from loops import Loop
-
-    from megatron_hecate.step.layer_state import LayerState
-
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
-    real, is_held = LayerState._shape, [dist.get_rank() == 1]
-
-    def held(state: Any, *key: Any) -> Any:
-        if is_held[0] and threading.current_thread().name == "fssdp plans":
-            is_held[0] = False
-            end = time.monotonic() + 10
-            while state.in_schedule and time.monotonic() < end:
-                time.sleep(1e-3)
-        return real(state, *key)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LayerState, "_shape", held)
-        loop = Loop(case, tiny_gpt.fssdp_hook(timeout=20))
-        for step in range(4):
-            loop.zero()
-            if step == 1:
-                loop.forward(step, 0).backward()
-                loop.finish()
-            else:
-                loop.call(step, 2)
-            loop.update()
-    for layer in tiny_gpt.moe_layers(loop.chunks):
-        sizes: list[Any] = [None, None]
-        dist.all_gather_object(sizes, layer.fssdp._shapes)
-        assert sizes[0] and all(
-            sizes[1].get(key, size) == size for key, size in sizes[0].items()
-        ), sizes

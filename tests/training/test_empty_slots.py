@@ -8,61 +8,47 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import planners
 import pytest
-from quantized import case_of, packages
+import torch.distributed as dist
+import variants
+from layouts import BIAS, DELAYED, FUSED_WGRAD, Layout
+from quick import quick
 from ranks import ranks
+
+from megatron_hecate.plan import Placement
 
 # For each iteration in turn, the slots of rank 0 and of rank 1 that hold a replica.
 FILLED = (((1,), ()), ((0, 1, 2), (0,)), ((), (2,)), ((0, 2), (0, 1)), ((), ()), ((2,), (1, 2)))
 SLOTS = 3
 
 
-@ranks(2)
-def test_of_sequential_experts() -> None:
-    import tiny_gpt
-
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
-    _train_alike(case, lifetime="layer")
-
-
-@pytest.mark.parametrize(
-    ("gradients", "lifetime"),
-    [
-        ("delayed", "iteration"),
-        ("biases", "layer"),
-    ],
-)
-@ranks(2, preload="te")
-def test_of_grouped_experts(gradients: str, lifetime: str) -> None:
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import tiny_gpt
-
-    tiny_gpt.install_fused_wgrad()
-    settings = dict(
-        gradient_accumulation_fusion=gradients == "delayed",
-        delay_wgrad_compute=gradients == "delayed",
-        overlap_moe_expert_parallel_comm=gradients == "delayed",
-        add_bias_linear=gradients == "biases",
-    )
-    case = tiny_gpt.Case(accumulate=2, grouped=True, settings=tuple(settings.items()))
-    tiny_gpt.initialize(case)
-    _train_alike(case, lifetime=lifetime)
+TWICE = dict(accumulate=2)
+# layouts, and lifetimes
+CASES = {
+    "sequential": (Layout(2, TWICE, {}), "layer"),
+    "grouped-delayed": (
+        Layout(2, TWICE, dict(DELAYED, **FUSED_WGRAD), experts="grouped"),
+        "iteration",
+    ),
+    "grouped-biases": (Layout(2, TWICE, BIAS, experts="grouped"), "layer"),
+    # TransformerEngine keeps state for each GEMM, so all slots are computed
+    "quantized": (Layout(2, TWICE, {}, experts="mxfp8"), "iteration"),
+}
 
 
-@ranks(2, preload=packages("mxfp8"))
-def test_of_quantized_experts() -> None:
-    """TransformerEngine keeps state for each GEMM, so all slots are computed."""
-    _train_alike(case_of("mxfp8"), lifetime="iteration", computes_all=True)
+@pytest.mark.parametrize("name", quick(CASES, ["sequential", "grouped-delayed"]))
+@ranks(2, preload=lambda name: CASES[name][0].packages)
+def test_slots_without_replicas(name: str) -> None:
+
+    layout, lifetime = CASES[name]
+    case, _ = variants.case_of(layout)
+    _train_alike(case, lifetime=lifetime, computes_all=name == "quantized")
 
 
 def _train_alike(case: Any, *, lifetime: str, computes_all: bool = False) -> None:
     """Compare FSSDP with stock, and the number of experts that a forward computes with the filled slots."""
-    import planners
     import tiny_gpt
-    import torch.distributed as dist
 
     steps = len(FILLED) + 1
     stock = tiny_gpt.train(case, steps=steps)
@@ -82,7 +68,6 @@ def _train_alike(case: Any, *, lifetime: str, computes_all: bool = False) -> Non
 
 def _plan(turn: int, homes: Any, case: Any) -> Any:
     """Fill the slots of `FILLED` with the other rank's experts."""
-    from megatron_hecate.plan import Placement
 
     table = homes.table.copy()
     first = case.experts // 2

@@ -6,13 +6,19 @@ this cannot show: the libraries themselves, which need GPUs. `test_layouts` trai
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from layouts import PADDED, flex
 from quick import quick
 from ranks import ranks
+
+from megatron_hecate.record.run_folder import read
+
+BACKENDS = ("deepep", "hybridep", "ncclep")
 
 
 def _case(model: dict[str, Any], **fields: Any) -> Any:
@@ -20,12 +26,11 @@ def _case(model: dict[str, Any], **fields: Any) -> Any:
     import tiny_gpt
 
     flex_backends.install()
-    case = tiny_gpt.Case(**fields, settings=tuple(flex_backends.valid(model).items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(**fields, settings=flex_backends.valid(model))
     return case
 
 
-@pytest.mark.parametrize("backend", quick(["deepep", "hybridep", "ncclep"], ["hybridep"]))
+@pytest.mark.parametrize("backend", quick(BACKENDS, ["hybridep"], oldest=["deepep", "hybridep"]))
 @ranks(2)
 def test_libraries_are_told_of_physical_experts(backend: str) -> None:
     """Of 4 homes and 2 slots on each rank."""
@@ -73,12 +78,8 @@ def test_choices_of_probability_zero(backend: str) -> None:
 @ranks(2)
 def test_padding_to_capacity_is_not_recorded_as_tokens() -> None:
     """Without replicas Megatron's own dispatcher pads. Oracle: rows whose probability is not zero."""
-    import os
 
     import tiny_gpt
-    import torch.distributed as dist
-
-    from megatron_hecate.record.run_folder import read
 
     case, folder = _case(flex("hybridep", **PADDED)), f"{os.environ['TEST_FOLDER']}/run"
     rows: list[tuple[int, int]] = []  # all, and tokens among them

@@ -121,8 +121,7 @@ def test_between_two_steps(has_buffers: bool) -> None:
     import tiny_gpt
 
     reloadable_groups.install()
-    case = tiny_gpt.Case(distributed_optimizer=has_buffers, skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=has_buffers, skew=4)
 
     def pattern_with(act: Any) -> Any:
         def between(loop: loops.Loop, step: int) -> None:
@@ -157,8 +156,7 @@ def test_bytes_before_during_and_after_a_release() -> None:
 
     import megatron_hecate
 
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
     assert run.replicas > 0
     before = _live_bytes()
@@ -187,8 +185,7 @@ def test_a_default_process_group_that_is_replaced_is_refused() -> None:
     import tiny_gpt
 
     reloadable_groups.install()
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
     assert run.replicas > 0
     reloadable_groups.replace_world(os.environ["TEST_FOLDER"])

@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import pytest
+import variants
 from layouts import LAYOUTS
 from ranks import ranks
 
@@ -19,7 +20,6 @@ pytestmark = pytest.mark.newest
 @ranks(2, preload="te")
 def test_operators_keep_no_weights_of_earlier_forwards() -> None:
     import tiny_gpt
-    import variants
 
     from megatron_hecate.megatron.grouped_linear import GroupedTwin
 
@@ -48,7 +48,6 @@ def test_operators_keep_no_weights_of_earlier_forwards() -> None:
 @ranks(2, preload="te")
 def test_frozen_experts() -> None:
     import tiny_gpt
-    import variants
 
     case, _ = variants.case_of(LAYOUTS["operators-biases"])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from ranks import ranks
 
 Seen = dict[str, list]
@@ -69,7 +70,6 @@ def _compare(
     case: Any, watch: Callable, *, tolerance: float = 1e-5, only: str = "experts", **settings: Any
 ) -> None:
     import tiny_gpt
-    import torch
 
     results = []
     for hook in (None, tiny_gpt.fssdp_hook(**settings)):
@@ -99,10 +99,8 @@ def test_gradients_without_ddp_and_by_autograd_grad() -> None:
     """``p.grad`` of a model that is not wrapped; and `torch.autograd.grad`, which must leave ``main_grad`` alone: with
     a hook on the weight both have all of it."""
     import tiny_gpt
-    import torch
 
-    case = tiny_gpt.Case(skew=2.5)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=2.5)
     for wrapped in (False, True):
         results = []
         for hook in (None, tiny_gpt.fssdp_hook()):
@@ -147,10 +145,8 @@ def test_gradients_by_autograd_grad() -> None:
     import loops
     import pytest
     import tiny_gpt
-    import torch
 
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
 
     def train(hook: Callable | None) -> list[float]:
         loop, seen = loops.Loop(case, hook), []

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import variants
 from layouts import ALLGATHER, FUSED_WGRAD, Layout, flex
 from ranks import ranks
 
@@ -22,8 +24,6 @@ pytestmark = pytest.mark.newest
 def test_padding_takes_as_many_experts_as_the_linears() -> None:
     """Empty slots are left out of a forward. Oracle: TE's own module, which asserts its number of splits."""
     import tiny_gpt
-    import torch
-    import variants
     from transformer_engine.pytorch import Fp8Padding
 
     case, _ = variants.case_of(Layout(2, {}, {}, experts="grouped tensors"))
@@ -73,7 +73,6 @@ DISPATCHERS: dict[str, dict[str, Any]] = {
 @ranks(2, preload="te")
 def test_dispatchers(name: str) -> None:
     """By the setting: counts on the device, experts' rows padded by Megatron or by the dispatcher."""
-    import variants
 
     if name == "ncclep":
         _let_nccl_ep_take_it()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -26,7 +27,6 @@ def test_few_calls_are_added(experts: str) -> None:
 
     te_on_cpu.install()
     import tiny_gpt
-    import torch.distributed as dist
     from host_calls import Phases, use_plain_factories
 
     from megatron_hecate import HecateConfig, fssdp
@@ -35,14 +35,13 @@ def test_few_calls_are_added(experts: str) -> None:
     tiny_gpt.install_fused_wgrad()
     grouped = experts == "TEGroupedMLP"
     settings = dict(hidden_size=16, moe_ffn_hidden_size=16, gradient_accumulation_fusion=grouped)
-    case = tiny_gpt.Case(
+    case = tiny_gpt.initialized(
         experts=16,
         accumulate=MICROBATCHES,
         skew=2.0,
         grouped=grouped,
-        settings=tuple(settings.items()),
+        settings=settings,
     )
-    tiny_gpt.initialize(case)
     phases = Phases()
     hooks: tuple[Any, ...] = (None, fssdp(HecateConfig(slots=2)), tiny_gpt.fssdp_hook())
     calls, replicas = [], []

@@ -11,6 +11,8 @@ import gc
 from typing import Any
 
 import pytest
+import rehoming_hooks
+import torch
 from layouts import ALLGATHER, flex
 from quick import quick
 from ranks import ranks
@@ -53,13 +55,9 @@ def test_homes_that_have_moved() -> None:
 def _compare(model: dict[str, Any], when: str, *, grouped: bool = False, **settings: Any) -> None:
     import flex_backends
     import tiny_gpt
-    import torch
 
     flex_backends.install()
-    case = tiny_gpt.Case(
-        grouped=grouped, skew=2.5, settings=tuple(flex_backends.valid(model).items())
-    )
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(grouped=grouped, skew=2.5, settings=flex_backends.valid(model))
     steps = 6 if settings else 3
     # first without: Megatron's global buffers would be inference tensors, and stock's allgather dispatcher fail
     stock, evaluated, _ = _train(case, None, when, torch.no_grad, steps=steps)
@@ -82,9 +80,7 @@ def _train(
         The run, means of what it evaluated, and dtypes and shapes of the inference tensors that are left.
     """
     import flex_backends
-    import rehoming_hooks
     import tiny_gpt
-    import torch
 
     flex_backends.forget()
     moves = settings is not None and "rehome" in settings

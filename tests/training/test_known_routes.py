@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import replayed_routes
 import torch
+import torch.distributed as dist
 from layouts import FULL
 from ranks import ranks
 from replayed_routes import (
     REPLAY,
     TOKENS,
+    assert_counted,
     count,
     note_forecasts,
     replay,
@@ -49,8 +51,7 @@ def test_plans_are_made_for_the_replayed_routes(
 
     from megatron_hecate.record.metrics import layer_metrics
 
-    case = tiny_gpt.Case(**fields, settings=(REPLAY, *megatron.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(**fields, settings=(REPLAY, *megatron.items()))
     replay(case.accumulate, then_backward=not megatron or megatron is FULL)
     stock = train_steps(case, 3)
     found: list[np.ndarray] = []
@@ -78,8 +79,7 @@ def test_of_an_iteration_the_first_microbatch_is_known_and_the_rest_expected() -
     last step's loads, see `LoadHistory`)."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2, settings=(REPLAY,))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=(REPLAY,))
     replay(case.accumulate)
     found: list[np.ndarray] = []
     note_forecasts(found)
@@ -99,8 +99,7 @@ def test_a_pipeline_replays_alike() -> None:
     import tiny_gpt
 
     fields = dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True, overlap=True)
-    case = tiny_gpt.Case(**fields, settings=(REPLAY, *FULL.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(**fields, settings=(REPLAY, *FULL.items()))
     replay(case.accumulate)
     stock = train_steps(case, 2)
     found: list[np.ndarray] = []
@@ -117,13 +116,13 @@ def test_a_pipeline_replays_alike() -> None:
     assert sorted(map(tuple, found)) == sorted(map(tuple, true))
 
 
+@pytest.mark.slow
 @pytest.mark.newest
 @ranks(4)
 def test_metrics_of_a_plan_for_each_microbatch() -> None:
     """Two experts get the tokens of the first microbatch, all those of the last one, and no record is kept. Oracle:
     tokens that the experts of every rank are given, and the replicas that are there then."""
     import tiny_gpt
-    import torch.distributed as dist
 
     def routes(step: int, microbatch: int, layer: int, rank: int) -> torch.Tensor:
         return torch.tensor(
@@ -131,8 +130,7 @@ def test_metrics_of_a_plan_for_each_microbatch() -> None:
         )
 
     replayed_routes.routes_of = routes
-    case = tiny_gpt.Case(ep=4, accumulate=2, settings=(REPLAY,))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=4, accumulate=2, settings=(REPLAY,))
     replay(case.accumulate)
     computed, held = torch.zeros(case.layers, 4, dtype=torch.int64), [[], []]  # by layer
 
@@ -168,3 +166,68 @@ def _add(computed: torch.Tensor, layer: int, tokens: int) -> None:
     from torch.distributed import get_rank
 
     computed[layer, get_rank()] += tokens
+
+
+def _compare_with_stock() -> list[np.ndarray]:
+    """Train two steps with stock and with FSSDP, which must be alike; returns FSSDP's forecasts."""
+    import tiny_gpt
+
+    case = tiny_gpt.initialized(settings=(REPLAY,))
+    replay(case.accumulate, then_backward=False)
+    stock = train_steps(case, 2)
+    found: list[np.ndarray] = []
+    note_forecasts(found)
+    ours = train_steps(case, 2, lifetime="layer", slots=2)
+    tiny_gpt.assert_trained_alike(stock, ours)
+    return found
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
+    """verl's `RouterReplay` (verl/utils/megatron/router_replay_patch.py, 1dda039b) masks tokens without a route, whose
+    rows of the routes are zeros. Oracle: loads of the other tokens, one by one; stock with the same routers."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    replay_routes, set_routes = RouterReplay.get_replay_topk, RouterReplay.set_target_indices
+    masked = torch.arange(TOKENS) % 4 == 3
+
+    def set_masked(router: RouterReplay, routes: torch.Tensor) -> None:
+        set_routes(router, routes.masked_fill(masked.unsqueeze(1), 0))
+        router.target_replay_mask = ~masked
+
+    def chosen(router: RouterReplay, scores: torch.Tensor, topk: int, *args: Any) -> tuple:
+        own = args[-1](scores, topk)[1]
+        replayed = replay_routes(router, scores, topk, *args)[1]
+        routes = torch.where(router.target_replay_mask.unsqueeze(1), replayed, own)
+        return scores.gather(1, routes), routes
+
+    RouterReplay.set_target_indices, RouterReplay.get_replay_topk = set_masked, chosen
+    found = _compare_with_stock()
+    assert_counted(found, ~masked)
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_a_token_that_names_an_expert_twice_is_routed_to_it_once() -> None:
+    """verl (the same file) and ms-swift (3602360a) pad routes with zeros, and patch the dispatcher, which takes the
+    number of routed tokens from the routing map."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+    from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
+
+    preprocess, set_routes = MoEAlltoAllTokenDispatcher.preprocess, RouterReplay.set_target_indices
+    padded = torch.arange(TOKENS) % 4 == 3
+
+    def patched_preprocess(self: MoEAlltoAllTokenDispatcher, routing_map: torch.Tensor) -> Any:
+        result = preprocess(self, routing_map)
+        self.num_out_tokens = int(routing_map.sum().item())
+        return result
+
+    def set_padded(router: RouterReplay, routes: torch.Tensor) -> None:
+        set_routes(router, routes.masked_fill(padded.unsqueeze(1), 0))
+
+    patched_preprocess.__module__ = "verl.utils.megatron.router_replay_patch"
+    MoEAlltoAllTokenDispatcher.preprocess = patched_preprocess
+    RouterReplay.set_target_indices = set_padded
+    found = _compare_with_stock()
+    assert_counted(found, ~padded, padded=padded)

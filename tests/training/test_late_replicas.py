@@ -7,11 +7,14 @@ Plans before the gate are replaced by ones that are wrong on purpose, so that th
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 from planners import coldest_experts, no_replicas, replace_planner
 from ranks import ranks
+
+from megatron_hecate.plan import Speeds
 
 
 @ranks(4)
@@ -19,14 +22,12 @@ def test_late_replicas_come_from_other_machines_where_speeds_are_measured() -> N
     """Every rank is a machine of its own, and copies cost nothing, whether that was measured or not."""
     import tiny_gpt
 
-    from megatron_hecate.plan import Speeds
     from megatron_hecate.record.metrics import layer_metrics
     from megatron_hecate.switch_on import convert
 
     socket.gethostname = lambda: f"machine {dist.get_rank()}"
     convert.CPU = Speeds.load(tiny_gpt.FREE)
-    case = tiny_gpt.Case(ep=4, accumulate=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=4, accumulate=2)
     stock = tiny_gpt.train(case)
     replace_planner(coldest_experts)
     for speeds in (tiny_gpt.FREE, None):
@@ -40,14 +41,12 @@ def test_late_replicas_come_from_other_machines_where_speeds_are_measured() -> N
 @ranks(2)
 def test_development_mode_checks_every_plan() -> None:
     """``python -X dev``: ranks that plan differently are told apart in the first plan, not by a hang in the fetch."""
-    from types import SimpleNamespace
 
     import tiny_gpt
 
     from megatron_hecate.step import layer_state
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     layer_state.sys = SimpleNamespace(flags=SimpleNamespace(dev_mode=True))
     run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
     assert run.replicas > 0  # valid plans pass

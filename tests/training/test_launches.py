@@ -101,8 +101,7 @@ def test_at_most_five_launches_and_no_wait() -> None:
     from megatron_hecate.step.load_monitor import LoadMonitor
     from megatron_hecate.step.prefetch import Prefetcher
 
-    case = tiny_gpt.Case(accumulate=MICROBATCHES)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=MICROBATCHES)
     trained = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
     assert trained.replicas > 0 and len(tiny_gpt.moe_layers(trained.chunks)) == LAYERS
 
@@ -131,6 +130,7 @@ def test_at_most_five_launches_and_no_wait() -> None:
     assert not set(WAITS) & set(counted.counts), counted.counts
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_fewer_launches_than_stock_and_as_many_collectives() -> None:
     """Between the gate and the dispatch of the tokens. Megatron sums the routing map and gathers the sums; with
@@ -138,8 +138,7 @@ def test_fewer_launches_than_stock_and_as_many_collectives() -> None:
     import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    case = tiny_gpt.Case(accumulate=MICROBATCHES)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=MICROBATCHES)
     found = {}
     for name, hook in (("stock", None), ("replicas", tiny_gpt.fssdp_hook())):
         trained = tiny_gpt.train(case, hook=hook)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from ranks import ranks
 
 
@@ -26,11 +27,9 @@ from ranks import ranks
 def test_what_is_fetched_when(lifetime: str, expected: str) -> None:
     """Fetches (f) and gradients that return (r) of two microbatches, layer by layer; | is where a backward begins."""
     import tiny_gpt
-    import torch
 
     # with 10 experts both hot ones of every layer are at home on one rank, so every layer has replicas
-    case = tiny_gpt.Case(accumulate=2, experts=10, skew=6.0, settings=(("num_layers", 4),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, experts=10, skew=6.0, settings=(("num_layers", 4),))
     run = tiny_gpt.train(case, steps=1, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
     calls: list[str] = []
     in_backward = [False]
@@ -69,8 +68,7 @@ def _compare_checkpointed(checkpoint: Callable[[Callable, Any], Any]) -> None:
     """Around the MoE layer alone, not by Megatron: nothing but the stack tells its forward from evaluation."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=(("num_layers", 4),))
 
     def checkpointed(chunks: list) -> list:
         for layer in tiny_gpt.moe_layers(chunks):

@@ -58,8 +58,7 @@ KINDS_WITH_OVERLAP = (
 def test_loops_of_each_kind_equal_stock() -> None:
     import tiny_gpt
 
-    case = tiny_gpt.Case(distributed_optimizer=True, skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=True, skew=4)
     _compare(case, list(KINDS))
 
 
@@ -67,8 +66,7 @@ def test_loops_of_each_kind_equal_stock() -> None:
 def test_loops_of_each_kind_equal_stock_with_overlap() -> None:
     import tiny_gpt
 
-    case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=True, overlap=True, skew=4)
     _compare(case, list(KINDS_WITH_OVERLAP))
 
 
@@ -79,8 +77,7 @@ def test_loops_equal_stock_with_both_lifetimes(part: int) -> None:
     import loops
     import tiny_gpt
 
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
     _compare(case, list(loops.PATTERNS)[part::3], {}, dict(lifetime="layer"))
 
 
@@ -92,8 +89,7 @@ def test_several_backwards_of_other_gradients(model: dict[str, Any]) -> None:
     import tiny_gpt
 
     tiny_gpt.install_fused_wgrad()
-    case = tiny_gpt.Case(skew=4, settings=tuple(model.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4, settings=model)
     _compare(case, list(loops.REPEATED)[:2], {}, dict(transport="nvlink"))
 
 
@@ -103,8 +99,7 @@ def test_weights_written_in_forward_step() -> None:
     import loops
     import tiny_gpt
 
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
     _compare(case, list(loops.TOLD), {}, dict(lifetime="layer"))
     forward_step = tiny_gpt.forward_step
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
@@ -130,8 +125,7 @@ def test_steps_of_other_models_between_forwards_in_flight() -> None:
     import loops
     import tiny_gpt
 
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
     ((name, pattern),) = loops.ONLY_WITH_LIFETIME_LAYER.items()
     _compare(case, [name], dict(lifetime="layer"))
     said = r"layer 2: a backward needs .*lifetime iteration.* \w+ stepped, of this model or of another one, .*"
@@ -144,8 +138,7 @@ def test_an_iteration_that_ends_before_its_backward() -> None:
     """The backward computes forwards again that were seen in an iteration which is over."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(skew=4, settings=tuple(FULL.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4, settings=FULL)
     _compare(case, ["zeroed between forward and backward"])
     _compare(case, ["critic steps between forward and backward"], dict(lifetime="layer"))
 
@@ -170,8 +163,7 @@ def test_a_repeated_iteration_is_bitwise_the_same(lifetime: str, late: int) -> N
     """Also the first one, and those where other experts have just become hot, for which a new plan would differ."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2, skew=4, settings=(("moe_router_topk", 3),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, skew=4, settings=(("moe_router_topk", 3),))
     computed = torch.zeros(1)
     hook = tiny_gpt.counting_hook(
         tiny_gpt.fssdp_hook(lifetime=lifetime, late_replicas=late), computed

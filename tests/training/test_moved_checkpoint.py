@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from checkpoints import METADATA, load, save, shared_folder, state_of
 from ranks import ranks
 from rehoming_hooks import hashes, homes_of, rehoming_hook
@@ -29,8 +30,7 @@ BY_BUCKET = {**METADATA, "distrib_optim_sharding_type": "dp_reshardable"}
 def test_into_stock_and_back(reader: str, distributed_optimizer: bool) -> None:
     import tiny_gpt
 
-    case = tiny_gpt.Case(distributed_optimizer=distributed_optimizer)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=distributed_optimizer)
     written = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
     assert homes_of(written).are_moved
     before = hashes(written)
@@ -89,8 +89,7 @@ def test_buckets_as_they_lie() -> None:
     """Megatron's format that keeps the distributed optimizer's buckets whole, for the same layout."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(ep=2, distributed_optimizer=True)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=2, distributed_optimizer=True)
     written = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
     assert homes_of(written).are_moved
     save(written, shared_folder("checkpoint"), BY_BUCKET)
@@ -110,8 +109,7 @@ def test_asynchronous_saving() -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
 
-    case = tiny_gpt.Case(distributed_optimizer=True)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=True)
     written = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
     assert homes_of(written).are_moved
     before, queue = hashes(written), AsyncCallsQueue()
@@ -136,8 +134,7 @@ def test_a_plain_state_dict_is_refused_while_homes_are_elsewhere() -> None:
 
     import megatron_hecate
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     run = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
     before = hashes(run)
     with pytest.raises(
@@ -166,8 +163,7 @@ def _stock_and_ours(hook: Any) -> tuple[Any, Any]:
     """Trained for five steps; homes of ours have moved."""
     import tiny_gpt
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     stock = tiny_gpt.train(case, steps=5)
     ours = tiny_gpt.train(case, steps=5, hook=hook)
     assert homes_of(ours).are_moved
@@ -176,7 +172,6 @@ def _stock_and_ours(hook: Any) -> tuple[Any, Any]:
 
 def _assert_exported(ours: Any, stock: Any, exported: Iterator[tuple[str, Any]]) -> None:
     """Homes move back before the first parameter is read, and all of them are stock's."""
-    import torch
 
     weights = [p.detach().clone() for _, p in exported]
     assert not homes_of(ours).are_moved
@@ -219,6 +214,7 @@ def test_weights_that_a_bridge_in_the_configuration_exports() -> None:
     assert not homes_of(ours).are_moved
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_weights_that_an_imported_library_exports() -> None:
     """As mbridge in verl, which no configuration holds. Oracle: stock's parameters."""
@@ -238,8 +234,7 @@ def test_a_configuration_that_is_copied_part_by_part() -> None:
     """Megatron-Bridge copies each object that a configuration holds, and sets the attributes of the copy."""
     import tiny_gpt
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     config = tiny_gpt.train(case, steps=1, hook=tiny_gpt.fssdp_hook()).chunks[0].module.config
     assert config.no_sync_func is not None
     for name, value in vars(config).items():

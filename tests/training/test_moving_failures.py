@@ -23,8 +23,7 @@ def about_to_move(**fields: Any) -> Any:
     """A model whose next iteration begins with a move."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(distributed_optimizer=True, **fields)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=True, **fields)
     run = tiny_gpt.train(case, steps=3, hook=rehoming_hook(timeout=TIMEOUT))
     assert not homes_of(run).are_moved
     return run
@@ -81,8 +80,7 @@ def test_a_loop_that_catches_an_error_goes_on() -> None:
 
     from megatron_hecate.homes.exchange import Relocation
 
-    case = tiny_gpt.Case(distributed_optimizer=True, optimizer=(("clip_grad", 0.0),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=True, optimizer=(("clip_grad", 0.0),))
     stock = tiny_gpt.train(case, steps=8)
     run = tiny_gpt.train(case, steps=3, hook=rehoming_hook(timeout=TIMEOUT, slots=0))
     exchange, calls = Relocation.exchange, 0
@@ -134,6 +132,7 @@ def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None
             run.step(3)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_a_state_that_cannot_move_on_one_rank_is_an_error_on_all() -> None:
     import tiny_gpt
@@ -212,6 +211,7 @@ def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:
         run.step(3)
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_homes_that_differ_are_not_saved() -> None:
     """All have moved, but not to the same places: they would send each other the wrong experts."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from ranks import ranks
 
 
@@ -25,7 +26,6 @@ def test_offloaded_experts(modules: list[str]) -> None:
     te_on_cpu.install()
     operators_on_cpu.install()
     import tiny_gpt
-    import torch
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
 
     tiny_gpt.install_fused_wgrad()  # for the attention
@@ -39,8 +39,7 @@ def test_offloaded_experts(modules: list[str]) -> None:
         hidden_size=136,
         moe_ffn_hidden_size=72,
     )
-    case = tiny_gpt.Case(grouped=True, accumulate=2, settings=tuple(settings.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(grouped=True, accumulate=2, settings=settings)
     handler = offload.ChunkOffloadHandler
     handler._can_manage_tensor_for_offload = staticmethod(
         lambda tensor: not isinstance(tensor, torch.nn.Parameter)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from optimizers_on_cpu import BF16, PRECISION_AWARE, install, packages
 from quick import quick
 from ranks import ranks
@@ -56,13 +57,11 @@ OPTIMIZERS: dict[str, tuple[dict, dict, dict[str, int]]] = {
 def test_every_optimizer_is_seen_and_trains_alike(name: str) -> None:
     install(name)
     import tiny_gpt
-    import torch
     from megatron.core import num_microbatches_calculator as calculator
 
     fields, settings, expected = OPTIMIZERS[name]
     settings = {k: getattr(torch, v) if k.endswith("_dtype") else v for k, v in settings.items()}
-    case = tiny_gpt.Case(**fields, accumulate=2, optimizer=tuple(settings.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(**fields, accumulate=2, optimizer=settings)
     calculator.unset_num_microbatches_calculator()
     stock = tiny_gpt.train(case)
     seen: Counter = Counter()
@@ -78,8 +77,7 @@ def test_steps_that_no_hook_sees_are_told_by_counting() -> None:
     """A replayed CUDA graph of the step (``optimizer_cuda_graph``), or an optimizer that is none of torch's."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2)
 
     def unseen(chunks: list) -> list:
         chunks = tiny_gpt.fssdp_hook()(chunks)
@@ -113,7 +111,6 @@ def _counting(hook: Callable[[list], list], seen: Counter) -> Callable[[list], l
 def test_the_adam_kernels_are_adam() -> None:
     """Oracle: torch's AdamW in fp32; main parameters kept as bf16 and remainder are the fp32 ones, bitwise."""
     import adam_on_cpu
-    import torch
 
     torch.manual_seed(0)
     p = torch.nn.Parameter(torch.randn(1000))
@@ -141,7 +138,6 @@ def test_the_adam_kernels_are_adam() -> None:
 def test_newton_schulz_keeps_singular_vectors() -> None:
     """Oracle: the polynomial on the singular values of an exact decomposition."""
     import muon_on_cpu
-    import torch
 
     torch.manual_seed(0)
     x = torch.randn(8, 20, dtype=torch.float64)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from layouts import BIAS, MOE
 from quick import quick
 from ranks import ranks
@@ -50,10 +51,11 @@ CASES = {
     "one-nvlink": Case(_always(5), NVLINK),
     "all-of-rank-1-layer-nvlink": Case(_always(4, 5, 6, 7), {**LAYER, **NVLINK}),
     "all-but-one": Case(_always(*range(1, EXPERTS))),
+    "all": Case(_always(*range(EXPERTS))),
     "first-of-each-rank-late": Case(_always(0, 4), dict(late_replicas=4)),
     "own-loop": Case(_always(0, 5), own_loop=True),
     "distopt-overlap": Case(_always(0, 5), model=dict(distributed_optimizer=True, overlap=True)),
-    "fused-biases": Case(_always(0, 5), model=dict(settings=tuple(BIAS.items())), fused=True),
+    "fused-biases": Case(_always(0, 5), model=dict(settings=BIAS), fused=True),
     "all-later": Case(_in_steps((2, 3), *range(EXPERTS))),
     "until": Case(_in_steps((0, 1, 2), 0, 5, 6)),
     "in-turn": Case(_in_turn),
@@ -61,10 +63,10 @@ CASES = {
     "first-linears": Case(lambda step, expert, name: expert >= 0 and "linear_fc1" in name),
     "biases-alone": Case(
         lambda step, expert, name: expert >= 0 and "bias" not in name,
-        model=dict(settings=tuple(BIAS.items())),
+        model=dict(settings=BIAS),
     ),
     "front-recomputed": Case(
-        _everything_but("layers.1.", "output_layer"), LAYER, dict(settings=tuple(MOE.items()))
+        _everything_but("layers.1.", "output_layer"), LAYER, dict(settings=MOE)
     ),
     "all-but-some-experts": Case(
         lambda step, expert, name: not (expert in (0, 6) and "layers.1." in name)
@@ -77,7 +79,7 @@ GROUPED = {
     "first-of-each-rank": Case(_always(0, 4)),
     "first-of-rank-1-layer": Case(_always(4), LAYER),
     "in-turn-nvlink": Case(_in_turn, NVLINK),
-    "biases": Case(_always(1, 5), model=dict(settings=tuple(BIAS.items()))),
+    "biases": Case(_always(1, 5), model=dict(settings=BIAS)),
     # for one iteration stock's fused GEMM ignores it
     "one-step-fused": Case(_in_steps((2,), 5), fused=True),
     "all-later-fused": Case(_in_steps((2, 3), *range(EXPERTS)), fused=True),
@@ -108,7 +110,6 @@ def test_grouped_experts(name: str) -> None:
 
 def _compare(name: str, case: Case, *, grouped: bool) -> None:
     import tiny_gpt
-    import torch
 
     if case.fused:
         tiny_gpt.install_fused_wgrad()
@@ -139,7 +140,6 @@ def _train(case: Case, tiny: Any, hook: Callable | None) -> tuple[Any, list, dic
     """Losses, main gradients of each step, parameters, and the most replicas of a layer."""
     import loops
     import tiny_gpt
-    import torch
     from megatron.core import parallel_state
 
     first = parallel_state.get_expert_model_parallel_rank() * (EXPERTS // tiny.ep)
@@ -175,7 +175,6 @@ def _train(case: Case, tiny: Any, hook: Callable | None) -> tuple[Any, list, dic
 
 def _grad(p: Any) -> Any:
     """The main gradient, or the gradient of a parameter that DDP does not know: it was frozen then."""
-    import torch
 
     grad = getattr(p, "main_grad", p.grad)
     return torch.zeros_like(p) if grad is None else grad.detach().clone()
@@ -197,8 +196,7 @@ def test_within_an_iteration() -> None:
     import loops
     import tiny_gpt
 
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
     for first in (True, False):
         loop = loops.Loop(case, tiny_gpt.fssdp_hook())
         experts = [p for name, p in tiny_gpt._named(loop.chunks) if ".experts." in name]

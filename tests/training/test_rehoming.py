@@ -6,25 +6,30 @@ what would be chosen is the business of `tests/homes/test_planner.py`. Layouts a
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import training_with_moves
 from ranks import ranks
 from rehoming_hooks import rehoming_hook
+
+from megatron_hecate.plan import Placement
+from megatron_hecate.record.run_folder import read
+from megatron_hecate.tools.run import Run
 
 
 @ranks(4)
 def test_gradients_are_clipped_by_their_norm() -> None:
     """It is summed in the order of places, so that not all bits are those of stock (`test_layouts`)."""
     import tiny_gpt
-    import training_with_moves
 
-    case = tiny_gpt.Case(
+    case = tiny_gpt.initialized(
         distributed_optimizer=True, overlap=True, accumulate=2, optimizer=(("clip_grad", 0.1),)
     )
-    tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case, steps=8)
     assert min(stock.grad_norms) > 0.1
     ours = tiny_gpt.train(case, steps=8, hook=rehoming_hook())
@@ -46,12 +51,10 @@ def _rotated(look: int, num_experts: int) -> np.ndarray:
 def test_all_experts_change_their_rank() -> None:
     """Then once more in rounds of one cycle each."""
     import tiny_gpt
-    import training_with_moves
 
     from megatron_hecate.homes import mover
 
-    case = tiny_gpt.Case(ep=4, distributed_optimizer=True, overlap=True)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=4, distributed_optimizer=True, overlap=True)
     training_with_moves.compare(case, orders=_rotated, may_be_back=True, slots=0)
     mover.ROUND_BYTES = 1
     training_with_moves.compare(case, orders=_rotated, may_be_back=True)
@@ -63,8 +66,7 @@ def test_the_homes_that_are_there_already() -> None:
     """Nothing moves where they are found again: the stock dispatcher stays in use."""
     import tiny_gpt
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     stock = tiny_gpt.train(case, steps=5)
     ours = tiny_gpt.train(
         case, steps=5, hook=rehoming_hook(lambda _, size: np.arange(size), slots=0)
@@ -79,15 +81,10 @@ def test_the_homes_that_are_there_already() -> None:
 @ranks(2)
 def test_a_record_knows_where_homes_were() -> None:
     """Oracles: the layers' homes after the last iteration; and the record's own loads, by Megatron's order before."""
-    import os
 
     import tiny_gpt
 
-    from megatron_hecate.record.run_folder import read
-    from megatron_hecate.tools.run import Run
-
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2)
     folder = f"{os.environ['TEST_FOLDER']}/run"
     run = tiny_gpt.train(case, steps=8, hook=rehoming_hook(record=folder))
     monitor = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor
@@ -115,11 +112,9 @@ def test_a_record_knows_where_homes_were() -> None:
 def test_ranks_share_the_search() -> None:
     """Oracle: one rank that looks at all layers by itself."""
     import tiny_gpt
-    import torch.distributed as dist
 
     from megatron_hecate.homes import schedule
     from megatron_hecate.homes.planner import HomeSearch
-    from megatron_hecate.plan import Placement
 
     looked_at: list[list[int]] = []
     found: list[int] = []
@@ -144,8 +139,7 @@ def test_ranks_share_the_search() -> None:
             return super().afford(choices, order)
 
     schedule.HomeSearch = Shared
-    case = tiny_gpt.Case(ep=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=2)
     tiny_gpt.train(case, steps=8, hook=tiny_gpt.fssdp_hook(rehome=3, slots=1))
     assert looked_at == [[[0], [1], [], []][dist.get_rank()]] * 2
     assert (max(found, default=0) > 0) == (dist.get_rank() == 0), found

@@ -13,6 +13,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import rehoming_hooks
+import torch
+import torch.distributed as dist
+import training_with_moves
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -22,32 +26,27 @@ pytestmark = pytest.mark.newest
 @ranks(2)
 def test_frozen_experts() -> None:
     import tiny_gpt
-    import training_with_moves
 
     def freeze(chunks: list) -> list:
         for layer in tiny_gpt.moe_layers(chunks):
             layer.experts.requires_grad_(False)
         return chunks
 
-    case = tiny_gpt.Case(distributed_optimizer=True)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=True)
     training_with_moves.compare(case, prepare=freeze)
 
 
 @ranks(2)
 def test_experts_of_which_some_are_frozen_stay() -> None:
     """An expert that came to a frozen one's place would learn no more. All ranks say so, whenever it is frozen."""
-    import rehoming_hooks
     import tiny_gpt
-    import torch.distributed as dist
 
     def freeze_one(chunks: list) -> list:
         if dist.get_rank() == 0:
             tiny_gpt.moe_layers(chunks)[0].experts.local_experts[0].requires_grad_(False)
         return chunks
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     message = "layer 1: some experts are frozen, and an expert that moved"
     for slots in (0, 2):
         hook = rehoming_hooks.rehoming_hook(slots=slots)
@@ -62,14 +61,12 @@ def test_experts_of_which_some_are_frozen_stay() -> None:
 @ranks(2)
 def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
     """Nothing tells when it steps, as here, nor what it keeps."""
-    import rehoming_hooks
     import tiny_gpt
 
     from megatron_hecate.step import detect
 
     detect.listen_to_steps = lambda detector: None
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     trained = tiny_gpt.train(case, steps=3, hook=rehoming_hooks.rehoming_hook(slots=0))
     with pytest.raises(ValueError, match=r"no torch\.optim optimizer stepped all parameters"):
         trained.step(3)
@@ -78,12 +75,9 @@ def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
 @ranks(2)
 def test_evaluation_between_steps() -> None:
     """It computes with homes where they are, before, between and after moves; also right after they were restored."""
-    import rehoming_hooks
     import tiny_gpt
-    import training_with_moves
 
-    case = tiny_gpt.Case(accumulate=2, optimizer=(("clip_grad", 0.0),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, optimizer=(("clip_grad", 0.0),))
 
     def losses(trained: Any) -> list[float]:
         found = []
@@ -111,13 +105,9 @@ def test_evaluation_between_steps() -> None:
 def test_no_plan_of_moved_homes_is_repeated_after_they_are_restored() -> None:
     """An iteration without an optimizer step is repeated with its plans, unless the homes are restored in between (a
     checkpoint before the step). Oracle: stock's losses and gradients."""
-    import rehoming_hooks
     import tiny_gpt
-    import torch
-    import training_with_moves
 
-    case = tiny_gpt.Case(accumulate=2, skew=4, optimizer=(("clip_grad", 0.0),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, skew=4, optimizer=(("clip_grad", 0.0),))
 
     def repeated(trained: Any) -> tuple[list[float], list[torch.Tensor]]:
         losses = [trained.step(step) for step in range(6)]
@@ -142,15 +132,12 @@ def test_no_plan_of_moved_homes_is_repeated_after_they_are_restored() -> None:
 @ranks(2)
 def test_looks_wait_for_the_first_step_in_fp16() -> None:
     """The loss's scale is too large for the first steps, so that there is no state yet when it is time to look."""
-    import rehoming_hooks
     import tiny_gpt
-    import torch
 
-    case = tiny_gpt.Case(
+    case = tiny_gpt.initialized(
         fp16=True,
         optimizer=(("clip_grad", 0.0), ("initial_loss_scale", 2.0**40), ("hysteresis", 1)),
     )
-    tiny_gpt.initialize(case)
 
     def losses(trained: Any) -> tuple[list[float], int]:
         trained.read_params()
@@ -173,12 +160,10 @@ def test_looks_wait_for_the_first_step_in_fp16() -> None:
 def test_optimizers_sharded_over_a_part_of_the_ranks() -> None:
     """``num_distributed_optimizer_instances``: several ranks keep the same elements, and all of them change."""
     import tiny_gpt
-    import torch
-    import training_with_moves
 
     torch.cuda.stream = contextlib.nullcontext  # Megatron enters one twice
     instances = dict(num_distributed_optimizer_instances=2)
-    case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, ddp=tuple(instances.items()))
+    case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, ddp=instances)
     state = tiny_gpt.parallel_state
     initialize = functools.partial(state.initialize_model_parallel, **instances)
     with mock.patch.object(state, "initialize_model_parallel", initialize):
@@ -194,12 +179,9 @@ def test_around_cuda_graphs() -> None:
     te_on_cpu.install()
     import graphed
     import graphs_on_cpu
-    import rehoming_hooks
     import tiny_gpt
-    import training_with_moves
 
-    case = tiny_gpt.Case(accumulate=2, optimizer=(("clip_grad", 0.0),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, optimizer=(("clip_grad", 0.0),))
     stock = tiny_gpt.train(case, steps=8)
     graphs_on_cpu.install()
     graphed.declare()
@@ -217,12 +199,9 @@ def test_around_cuda_graphs() -> None:
 def test_a_loop_of_its_own() -> None:
     """It makes its optimizer anew, while the old one is still there, and runs the schedule twice before a step: no home
     moves under gradients of a step to come."""
-    import rehoming_hooks
     import tiny_gpt
-    import training_with_moves
 
-    case = tiny_gpt.Case(distributed_optimizer=True, optimizer=(("clip_grad", 0.0),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(distributed_optimizer=True, optimizer=(("clip_grad", 0.0),))
 
     def train(hook: Any) -> tuple[Any, list[float]]:
         trained, losses = tiny_gpt.train(case, steps=2, hook=hook), []

@@ -21,6 +21,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from layouts import FULL
 from ranks import ranks
 from replayed_routes import note_forecasts
@@ -192,8 +193,8 @@ def set_stage_in_forward(framework: Any) -> None:
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("name", "lifetime", "megatron"),
-    [("slime", "layer", FULL), ("miles", "iteration", {})],
-    ids=["slime-layer-recompute", "miles-iteration"],
+    [("slime", "iteration", {}), pytest.param("miles", "layer", FULL, marks=pytest.mark.slow)],
+    ids=["slime-iteration", "miles-layer-recompute"],
 )
 @ranks(2)
 def test_plans_are_made_for_the_replayed_routes(name: str, lifetime: str, megatron: dict) -> None:
@@ -202,8 +203,7 @@ def test_plans_are_made_for_the_replayed_routes(name: str, lifetime: str, megatr
 
     from megatron_hecate.record.metrics import layer_metrics
 
-    case = tiny_gpt.Case(accumulate=MICROBATCHES, settings=tuple(megatron.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=MICROBATCHES, settings=megatron)
     framework = FRAMEWORKS[name]()
     set_stage_in_forward(framework)
     stock = train(case, framework)
@@ -229,10 +229,8 @@ def test_plans_are_made_for_the_replayed_routes(name: str, lifetime: str, megatr
 def test_ranks_that_know_different_numbers_of_microbatches_plan_alike() -> None:
     """Rank 0 knows three microbatches of the first step and rank 1 one: of 3 microbatches 2 are known on average."""
     import tiny_gpt
-    import torch.distributed as dist
 
-    case = tiny_gpt.Case(accumulate=MICROBATCHES)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=MICROBATCHES)
     framework = Slime()
     set_stage_in_forward(framework)
     stock = train(case, framework)
@@ -291,32 +289,3 @@ def test_what_is_read_off_the_list() -> None:
     del replay.top_indices_list
     with mock.patch.dict(os.environ, on):
         assert not has_replay(layer) and not replays(layer)
-
-
-@pytest.mark.fast
-def test_what_is_read_of_miles() -> None:
-    """Literal entries where its own object says so, whatever slime's environment says; padding as its router routes it."""
-    import miles_replay_base
-
-    from megatron_hecate.megatron.router_replay import as_routed, may_replay, next_routes, replays
-
-    manager = miles_replay_base.Manager()
-    router = torch.nn.Module()
-    assert not may_replay([router])
-    manager.register_to_module(router, "routing_replay")
-    layer = types.SimpleNamespace(
-        router=router, config=types.SimpleNamespace(moe_router_fusion=False, num_moe_experts=8)
-    )
-    routes = torch.tensor([[5, 2], [-1, -1], [-1, 7]], dtype=torch.int32)
-    router.routing_replay.record(routes)
-    slime = dict(ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="replay_forward")
-    with mock.patch.object(miles_replay_base, "routing_replay_manager", manager):
-        for enabled, stage in ((False, "replay_forward"), (True, "record"), (True, "fallthrough")):
-            manager.enabled, manager.stage = enabled, stage
-            with mock.patch.dict(os.environ, slime):
-                assert not replays(layer) and next_routes(layer, 3) == []
-        manager.enabled, manager.stage = True, "replay_forward"
-        assert may_replay([router]) and replays(layer)
-        ((found, mask),) = next_routes(layer, 3)
-        assert found is routes and mask is None
-        assert as_routed(layer, routes).tolist() == [[5, 2], [0, 1], [-1, 7]]

@@ -50,8 +50,7 @@ def test_steps_allocate_nothing_for_replicas(lifetime: str) -> None:
     import tiny_gpt
 
     settings = (("num_layers", 4), ("moe_ffn_hidden_size", WIDTH))
-    case = tiny_gpt.Case(accumulate=2, micro_batch=1, seq=TOKENS, settings=settings)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, micro_batch=1, seq=TOKENS, settings=settings)
 
     def count(run: Any, step: int) -> list[str]:
         with _Allocations() as allocations:

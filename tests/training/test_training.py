@@ -11,16 +11,18 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 from layouts import FULL
 from ranks import ranks
+
+from megatron_hecate.comm.agreement import SwitchOnError
 
 
 @ranks(2)
 def test_evaluation_between_steps_changes_nothing() -> None:
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2)
 
     def train(hook: Callable | None, evaluate: bool) -> tuple[list[float], list[float]]:
         run = tiny_gpt.train(case, steps=0, hook=hook)
@@ -48,10 +50,8 @@ def test_evaluation_between_steps_changes_nothing() -> None:
 def test_skipped_steps_and_replanning() -> None:
     """A step that is skipped (gradient overflow) calls no optimizer: replicas must still be planned and stay right."""
     import tiny_gpt
-    import torch
 
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2)
 
     def train(hook: Callable | None) -> tuple[list[float], list]:
         run, seen = tiny_gpt.train(case, steps=0, hook=hook), []
@@ -76,14 +76,13 @@ def test_skipped_steps_and_replanning() -> None:
     assert torch.isfinite(torch.tensor(losses)).all()
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_loaded_weights_replace_replicas() -> None:
     """Weights that are loaded between two forwards of one iteration: no replica may compute with the old ones."""
     import tiny_gpt
-    import torch
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
 
     def scenario(hook: Callable | None) -> list[float]:
         run, seen = tiny_gpt.train(case, steps=2, hook=hook), []
@@ -108,13 +107,11 @@ def test_replicas_come_and_go_and_are_fetched_once_per_iteration() -> None:
     """With and without replicas in turn. A layer with replicas fetches once and returns gradients once per iteration,
     in fp32."""
     import tiny_gpt
-    import torch
 
     from megatron_hecate.replicas.layer_replicas import Replicas
     from megatron_hecate.step.early_plans import EarlyPlans
 
-    case = tiny_gpt.Case(accumulate=3, bf16=True)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=3, bf16=True)
     stock = tiny_gpt.train(case, steps=6)
     plan, in_turn, calls = EarlyPlans.plan, [False], []
     EarlyPlans.plan = lambda early, index, inputs: (
@@ -153,8 +150,7 @@ def test_every_layer_replicates_its_own_hottest_expert() -> None:
     """Layer l's hottest expert is 5 (l - 1) mod 8 by construction: it gets the replica, from that layer's own loads."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=4, skew=4.0, settings=(("num_layers", 3),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=4, skew=4.0, settings=(("num_layers", 3),))
     run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1))
     replicated = [
         [e for e, _, _ in layer.fssdp.placement.replicas]
@@ -170,8 +166,7 @@ def test_only_training_forwards_make_the_forecast() -> None:
     """Neither recomputed nor evaluated tokens count: an iteration's loads sum to its tokens times top-k."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2, settings=tuple(FULL.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=FULL)
     run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook())
     monitor = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor
     tokens = 2 * 2 * case.micro_batch * case.seq  # ranks, microbatches
@@ -183,14 +178,13 @@ def test_only_training_forwards_make_the_forecast() -> None:
         assert monitor.history.last.sum(axis=1).tolist() == [2 * tokens] * 2
 
 
+@pytest.mark.slow
 @ranks(2)
 def test_parameters_replaced_after_the_hook() -> None:
     """Initialization on the meta device replaces parameters after pre-wrap hooks ran: replicas must follow."""
     import tiny_gpt
-    import torch
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
 
     def replace(chunks: list) -> list:
         for layer in tiny_gpt.moe_layers(chunks):
@@ -213,8 +207,7 @@ def test_hooks_of_users_fire_once() -> None:
     """On the experts as a whole, and on other parts of the layer; see `test_expert_parts` for single experts."""
     import tiny_gpt
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
     fired: list[str] = []
     layer = tiny_gpt.moe_layers(run.chunks)[0]
@@ -236,7 +229,6 @@ def test_numba_is_needed_by_slots_only() -> None:
     """Without slots nothing is planned; else switching on names numba."""
     import tiny_gpt
 
-    from megatron_hecate.comm.agreement import SwitchOnError
     from megatron_hecate.plan.compiled import Compiled
 
     def refuse(function: Any, *args: Any) -> Any:
@@ -245,8 +237,7 @@ def test_numba_is_needed_by_slots_only() -> None:
         )
 
     Compiled.__call__ = refuse  # type: ignore[method-assign]
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     stock = tiny_gpt.train(case)
     without = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
     assert tiny_gpt.difference(stock, without) == tiny_gpt.SAME

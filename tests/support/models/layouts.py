@@ -125,7 +125,7 @@ _grouped, _operators, _tensors = (
 )
 BOTH = "none replicas"
 PARALLEL = {
-    "ep2": core(2, {}, {}, "added replaced homes homes-one-slot", quick=f"{BOTH} added"),
+    "ep2": core(2, {}, {}, "added replaced homes homes-one-slot", quick="none added"),
     "ep4": core(4, dict(ep=4, accumulate=4, **SHARDED), layers(4), "layer-late homes"),
     "accumulate": core(2, dict(accumulate=3), layers(5), "layer layer-late homes-layer-nvlink"),
     "distopt-overlap": core(
@@ -133,12 +133,12 @@ PARALLEL = {
         dict(accumulate=4, **SHARDED),
         layers(4),
         "layer added replaced homes-layer homes-late homes-nvlink",
-        quick="replaced homes-nvlink",
+        quick="none replaced homes-nvlink",
     ),
     "edp2-overlap": Layout(4, dict(overlap=True, accumulate=4), {}, "homes"),
     "edp2-distopt": Layout(4, dict(bf16=True, distributed_optimizer=True), {}, "homes"),
     "edp2-distopt-overlap": core(4, dict(accumulate=2, **SHARDED), {}, "homes", quick=BOTH),
-    "tp2-etp1": core(2, dict(tp=2), {}, "homes", quick=BOTH),
+    "tp2-etp1": core(2, dict(tp=2), {}, "homes", quick="replicas"),
     "tp2-etp2": core(4, dict(tp=2, etp=2), {}, "homes", quick="replicas"),
     "tp2-etp2-recompute-full": Layout(
         4, dict(tp=2, etp=2, **SHARDED), layers(4, **FULL), "layer homes"
@@ -163,7 +163,7 @@ PARALLEL = {
     "one-expert-ep4": Layout(
         4, dict(one_expert=True, ep=4, experts=4, accumulate=2), {}, "homes", quick="replicas"
     ),
-    "bf16": core(2, dict(bf16=True, accumulate=4), {}, "homes", quick=BOTH),
+    "bf16": core(2, dict(bf16=True, accumulate=4), {}, "homes", quick="replicas"),
     "bf16-distopt-overlap": Layout(2, dict(bf16=True, accumulate=2, **SHARDED), layers(4), "layer"),
 }
 SCHEDULES = {
@@ -172,7 +172,7 @@ SCHEDULES = {
         dict(accumulate=2),
         layers(4, **FULL),
         "layer added replaced layer-late homes homes-layer homes-layer-late",
-        quick="none layer-late",
+        quick="layer-late",
     ),
     "recompute-three-layers-at-once": Layout(
         2, SHARDED, layers(6, **dict(FULL, recompute_num_layers=3)), "layer"
@@ -181,7 +181,7 @@ SCHEDULES = {
         2, dict(accumulate=2), layers(4, **MOE, **BIAS), "layer homes", quick="none layer"
     ),
     "ep-comm-overlap": Layout(
-        2, dict(accumulate=4), layers(4, **COMBINED), "layer added replaced", quick="none layer"
+        2, dict(accumulate=4), layers(4, **COMBINED), "layer added replaced", quick="layer"
     ),
     "ep-comm-overlap-distopt-overlap": Layout(
         2, dict(accumulate=4, **SHARDED), COMBINED, "homes", quick="replicas"
@@ -214,7 +214,7 @@ SCHEDULES = {
     ),
 }
 ROUTING = {
-    "allgather": core(2, {}, dict(ALLGATHER, **SHARED_EXPERTS), "homes", quick=BOTH),
+    "allgather": core(2, {}, dict(ALLGATHER, **SHARED_EXPERTS), "homes", quick="replicas"),
     "shared-experts-overlap": Layout(
         2,
         dict(accumulate=2),
@@ -233,7 +233,7 @@ ROUTING = {
         dict(accumulate=2),
         dict(moe_router_enable_expert_bias=True, moe_router_score_function="sigmoid"),
         "homes",
-        quick=BOTH,
+        quick="none",
     ),
     "probs-on-input": Layout(
         2, {}, dict(moe_router_topk=1, moe_router_pre_softmax=True, moe_apply_probs_on_input=True)
@@ -347,7 +347,7 @@ GROUPED_TENSORS = {
         dict(accumulate=2, bf16=True, grad_reduce_in_fp32=False), FUSED_WGRAD
     ),
 }
-# in fp8 and fp4; `test_replicas_have_the_bytes_of_their_homes` has all recipes in ``make test``
+# in fp8 and fp4
 COMPUTED = {
     "mxfp8": over_te("mxfp8", dict(accumulate=3), {}, "layer layer-late", quick="layer-late"),
     "mxfp8-edp2-distopt-overlap": over_te("mxfp8", SHARDED, {}, "homes", ranks=4),

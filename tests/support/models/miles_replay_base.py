@@ -24,14 +24,6 @@ class Manager:
         self.enabled = False
         self.stage = "fallthrough"
 
-    def clear_all(self) -> None:
-        for replay in self.replays:
-            replay.clear()
-
-    def clear_all_forward(self) -> None:
-        for replay in self.replays:
-            replay.clear_forward()
-
     def register_to_module(self, module: torch.nn.Module, name: str) -> None:
         replay = Replay()
         self.replays.append(replay)

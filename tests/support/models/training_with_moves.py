@@ -9,7 +9,7 @@ norm would be summed in another order. With replicas it agrees within a toleranc
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import moved_homes
@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from adam_on_cpu import join
-from quick import quick
 from torch import Tensor
 
 Hook = Callable[[list], list]
@@ -132,13 +131,6 @@ def compare(case: Any, *, prepare: Hook = lambda chunks: chunks, **further: Any)
         moved.assert_close(**further)
 
 
-def params(cases: Mapping[str, tuple], num_ranks: int, chosen: str = "") -> list:
-    """For `pytest.mark.parametrize`: the names of the cases whose first field is ``num_ranks``; all but the ``chosen``
-    ones are slow."""
-    found = [name for name, (size, *_) in cases.items() if size == num_ranks]
-    return quick(found, chosen.split())
-
-
 def restore(trained: Any, *, may_be_back: bool = False) -> None:
     """Have homes of a trained model where Megatron built them, and note its parameters. Gradients stay where the
     backward left them, under other experts' names, and are not compared."""
@@ -182,7 +174,3 @@ def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
         if inner is not None:
             yield inner
             yield from getattr(inner, "sub_optimizers", [])  # of HybridDeviceOptimizer
-
-
-def farthest(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).abs().max())
