@@ -143,39 +143,6 @@ def test_a_step_without_fssdp_is_an_error() -> None:
 
 
 @ranks(2)
-def test_what_a_model_says_of_itself_comes_first() -> None:
-    """Overrides of Bridge are attributes of the model's configuration."""
-    import tiny_gpt
-
-    from megatron_hecate import HecateConfig, fssdp
-    from megatron_hecate.switch_on import entry
-    from megatron_hecate.switch_on.request import REQUEST
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    entry.install()
-    REQUEST.launched.update(moe_fssdp=True, moe_fssdp_slots=3)
-    found = []
-    for own in ({"moe_fssdp": False}, {"moe_fssdp_slots": 1}, {}):
-        chunks, config = tiny_gpt.build(case)
-        vars(config).update(own)
-        tiny_gpt.wrap(case, chunks, config)[1].step()
-        found.append(
-            [
-                layer.fssdp.config.slots
-                for layer in tiny_gpt.moe_layers(chunks)
-                if hasattr(layer, "fssdp")
-            ]
-        )
-    assert found == [[], [1, 1], [3, 3]]
-    chunks, config = tiny_gpt.build(case, fssdp(HecateConfig(slots=2)))
-    tiny_gpt.wrap(case, chunks, config)
-    assert [layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(chunks)] == [2, 2], (
-        "the script's own hook"
-    )
-
-
-@ranks(2)
 def test_a_subclass_of_ddp_that_passes_on_its_arguments() -> None:
     """As a framework's; and a copy of what wraps a model converts nothing."""
     import copy

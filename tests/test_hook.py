@@ -85,40 +85,6 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
     assert all(hasattr(m, "fssdp") for m in tiny_gpt.moe_layers(chunks))
 
 
-@ranks(2)
-def test_the_line_that_says_what_is_on() -> None:
-    import contextlib
-    import io
-
-    import tiny_gpt
-    import torch.distributed as dist
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    chunks, _ = tiny_gpt.build(case)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
-        tiny_gpt.fssdp_hook(slots=3, speeds=None)(chunks)
-    if dist.get_rank():
-        assert said.getvalue() == ""
-        return
-    first, second, *rows = said.getvalue().splitlines()
-    assert first == (
-        "FSSDP on: 2 MoE layers, 8 experts over 2 ranks, 3 slots per rank and layer, lifetime iteration, transport p2p"
-        " (CPU ranks have no NVLink), cost model with the speeds of CPU ranks"
-    )
-    # 2 layers x 4 homes x (64 * 32 * 2 + 32 * 64) fp32 parameters: 192 KiB, as their gradients; twice that in moments
-    assert second.startswith(
-        "expert memory of rank 0-1: homes 768.0 KiB (Adam, state not sharded: weights 192.0 KiB, "
-        "gradients 192.0 KiB, optimizer 384.0 KiB); "
-    )
-    assert [row.split()[0] for row in rows] == [
-        *("lifetime", ">", "layer"),
-        "megatron_hecate.release(model)",
-    ]
-    assert rows[1].split()[1] == "iteration"
-
-
 @pytest.mark.newest
 @ranks(4)
 def test_a_stage_without_moe_layers_is_fine() -> None:

@@ -10,15 +10,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from rivals import find_planners
-from rivals.copies import fan_out
-from rivals.eplb import EPLB, balanced_packing, replicate_experts
+from rivals.eplb import balanced_packing, replicate_experts
 from rivals.fill import Fill
 from rivals.forced import ForcedBalance
 from rivals.laer import _replicas
 from rivals.llep import _spill
 from rivals.planner import Setting
 from rivals.score import score
-from rivals.split import even_split, nearest_sources
+from rivals.split import even_split
 
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.tools.traffic import token_traffic
@@ -96,39 +95,10 @@ def test_even_split_prefers_rank_then_node() -> None:
     assert odd.tolist() == [[1, 0, 0], [0, 1, 0], [0, 0, 1], [1, 0, 0]]
 
 
-def test_sources_of_given_totals_are_near() -> None:
-    holders = np.array([[True, True, False, True]])
-    load, served = np.array([[5], [1], [4], [2]]), np.array([[4, 2, 0, 6]])
-    tokens = nearest_sources(load, served, World(node=(0, 0, 1, 1)), holders=holders).tokens
-    assert tokens.tolist() == [[4, 1, 0], [0, 1, 0], [0, 0, 4], [0, 0, 2]]
-
-
 def test_eplb_packs_and_replicates_greedily() -> None:
     assert balanced_packing(np.array([5, 4, 3, 2, 1, 1]), 3).tolist() == [0, 1, 2, 2, 1, 0]
     assert replicate_experts(np.array([8, 4, 2, 2]), 6, most=4).tolist() == [3, 1, 1, 1]
     assert replicate_experts(np.array([8, 4, 2, 2]), 6, most=2).tolist() == [2, 2, 1, 1]
-
-
-def test_eplb_keeps_replicas_and_reduces_their_gradients_every_step() -> None:
-    planner = EPLB(setting(4, (0, 0, 1, 1), slots=1))
-    history = [np.array([[10, 1, 1, 1]] * 4)] * 27
-    before = planner.place(history[:24])
-    assert before.num_replicas == 0
-    placed = planner.place(history[:25])
-    # nodes take experts {0, 3} and {1, 2} (10 + 1 against 1 + 1); in each, both ranks hold both
-    assert placed.holders.astype(int).tolist() == [
-        [1, 1, 0, 0],
-        [0, 0, 1, 1],
-        [0, 0, 1, 1],
-        [1, 1, 0, 0],
-    ]
-    assert planner.moves(placed, placed).early.inter_in.sum() > 0
-    again = planner.place(history[:26])
-    moves = planner.moves(again, again)
-    assert moves.early.intra == moves.early.inter == moves.state.intra == 0
-    assert (
-        moves.grads.intra + moves.grads.inter == 2 * 4
-    )  # 4 experts with one replica: a way home and a way back
 
 
 @pytest.mark.parametrize(("piece", "expected"), [(1, [33, 23, 11, 33]), (30, [33, 34, 0, 33])])
@@ -160,24 +130,6 @@ def test_forced_balance_keeps_every_sources_tokens() -> None:
     assert load.max() - load.min() <= 1
     rank_load = load.sum(axis=0).reshape(4, 2).sum(axis=1)
     assert rank_load.max() - rank_load.min() <= 1
-
-
-def test_copies_cross_once_to_a_node_and_are_shared_inside_from_three_on() -> None:
-    """By hand: expert 0 of rank 0 to three ranks of its node and to four of another one; its first receiver
-    scatters."""
-    traffic = fan_out(
-        np.array([[False, True, True, True, True, True, True, True]]),
-        np.array([0]),
-        World((0,) * 4 + (1,) * 4),
-    )
-    assert (
-        traffic.inter_out.tolist() == [1] + [0] * 7
-        and traffic.inter_in.tolist() == [0] * 4 + [1] + [0] * 3
-    )
-    assert traffic.intra_in.tolist() == [0, 1, 1, 1, 0, 1, 1, 1]
-    assert traffic.intra_out == pytest.approx([1, 2 / 3, 2 / 3, 2 / 3] * 2)
-    two = fan_out(np.array([[False, True, True, False]]), np.array([0]), World((0,) * 4))
-    assert two.intra_out.tolist() == [2, 0, 0, 0]
 
 
 SPEEDS = Speeds(

@@ -1,18 +1,16 @@
 """Homes of experts move in a recipe that Bridge trains: it trains as stock, and what leaves it is Megatron's own.
 
-Oracle: the same recipe without FSSDP: losses, checkpoints that stock resumes from, and weights that Bridge exports to
-Hugging Face's names while the model is in memory.
+Oracle: the same recipe without FSSDP: losses, and weights that Bridge exports to Hugging Face's names while the model is
+in memory.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from typing import Any
 
 import pytest
 from ranks import ranks
-from recipe_runs import FREE, Run, train
+from recipe_runs import FREE, train
 
 STEPS = "train.train_iters=6"
 
@@ -58,23 +56,3 @@ def test_export_of_a_model_in_memory() -> None:
     )
     for name, weight in exported[0].items():
         torch.testing.assert_close(exported[1][name], weight, rtol=0, atol=2e-5, msg=name)
-
-
-@ranks(2)
-def test_a_checkpoint_of_moved_homes_resumes_anywhere() -> None:
-    from bridge_on_cpu import recipe
-
-    def run(on: bool, *overrides: str) -> Run:
-        config = recipe(STEPS, *overrides)
-        return train(moved(config) if on else config)
-
-    whole = run(False)
-    folder = f"{os.environ['TEST_FOLDER']}/moved"
-    first = run(
-        True, f"checkpoint.save={folder}", "checkpoint.save_interval=3", "train.train_iters=3"
-    )
-    first.assert_same(dataclasses.replace(whole, steps=whole.steps[:3]))
-    for on in (False, True):
-        run(on, f"checkpoint.load={folder}").assert_same(
-            dataclasses.replace(whole, steps=whole.steps[3:])
-        )

@@ -80,22 +80,6 @@ def test_the_lines_of_the_readme_train_as_stock() -> None:
         assert "FSSDP on: 2 MoE layers, 8 experts over 2 ranks, 2 slots" in said.getvalue()
 
 
-@ranks(1, preload=None)
-def test_the_launcher_waits_for_a_script_to_import_bridge() -> None:
-    """Before overrides are applied, which scripts may do before they import a training loop."""
-    import packages_on_cpu  # noqa: F401
-
-    script = Path(os.environ["TEST_FOLDER"]) / "script.py"
-    script.write_text(
-        "import sys\n"
-        "assert 'megatron.bridge' not in sys.modules\n"
-        "import megatron.bridge\n"
-        "from megatron.bridge.models.gpt_provider import GPTModelProvider\n"
-        "print(GPTModelProvider.moe_fssdp, GPTModelProvider.moe_fssdp_slots)\n"
-    )
-    assert launch(str(script)).endswith("False 2\n")
-
-
 @ranks(2)
 def test_an_override_that_does_not_arrive_is_an_error() -> None:
     """Bridge drops overrides of names that it does not know."""
@@ -309,18 +293,17 @@ def test_a_recipe_whose_model_is_never_wrapped_does_not_step() -> None:
 
 
 @ranks(2)
-def test_settings_out_of_range_are_refused_in_one_way() -> None:
-    """Of overrides, which may be any text; and a recipe is a recipe."""
+def test_adapters_of_experts() -> None:
+    """The hook as a provider's pre-wrap hook, without `megatron_hecate.bridge`."""
     from bridge_on_cpu import recipe
+    from megatron.bridge.peft.lora import LoRA
 
-    from megatron_hecate import bridge
-    from megatron_hecate.comm.agreement import SwitchOnError
+    from megatron_hecate import HecateConfig, fssdp
 
-    config = recipe("train.train_iters=1")
-    config.model.moe_fssdp, config.model.moe_fssdp_slots = True, "many"
-    with pytest.raises(SwitchOnError, match="slots='many' must be a whole number"):
+    config = recipe()
+    config.model.register_pre_wrap_hook(
+        lambda chunks: LoRA(target_modules=["linear_fc1"])(chunks, training=True)
+    )
+    config.model.register_pre_wrap_hook(fssdp(HecateConfig()))
+    with pytest.raises(ValueError, match=r"peft='\w+': adapters wrap .* set its peft to None"):
         train(config)
-    with pytest.raises(
-        TypeError, match=r"bridge\.enable takes a recipe, a ConfigContainer, got a int"
-    ):
-        bridge.enable(2)

@@ -33,12 +33,6 @@ def test_copies_out_and_back_in_tokens() -> None:
     assert cost.crossing == 4 * 10 / 10 / 2  # four trips of 10 bytes at 10 bytes/s
 
 
-def test_inside_one_node_tokens_travel_between_ranks() -> None:
-    cost = SHAPE.copy_cost(ONE_NODE)
-    assert cost.near == pytest.approx(8 / 2.0) and cost.routing == pytest.approx(0.5 / 2.0)
-    assert cost.crossing == pytest.approx(4 * 10 / 100 / 2.0) and cost.hidden == 0  # at 100 bytes/s
-
-
 def test_a_further_expert_of_a_rank_reads_weights_twice_and_adds_to_its_gradient() -> None:
     # 200 bytes twice, 400 read and written: 1,200 at 300 bytes/s, + 3 s; a token takes 2 s
     assert SHAPE.expert_seconds(TWO_NODES) == 7.0

@@ -74,13 +74,6 @@ def test_a_jump_is_corrected() -> None:
     assert late(HOT, HOMES, ONE_NODE, most=1).num_replicas == 1
 
 
-def test_replicas_of_the_forecast_are_overwritten() -> None:
-    planned = HOMES.with_replicas([(1, 0), (2, 1), (3, 2), (1, 3)])
-    after = late(HOT, planned, ONE_NODE)
-    assert after.holders[0].sum() >= 3 and largest_load(HOT, after) == 175
-    assert late(HOT, planned, ONE_NODE, routing=1e9) is not planned  # routing is paid already
-
-
 def test_across_nodes_only_where_allowed_and_paid() -> None:
     inside = late(HOT, HOMES, TWO_NODES, across=False)
     assert inside.replicas == ((0, 1, 1),) and largest_load(HOT, inside) == 250

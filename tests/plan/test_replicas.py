@@ -105,24 +105,6 @@ def test_a_layer_with_replicas_goes_on_where_one_without_would_not_start() -> No
     ).num_replicas
 
 
-def test_the_last_plan_itself_is_returned_where_nothing_changes() -> None:
-    homes, world, forecast = (
-        Placement.initial(8, 4, num_slots=1),
-        World((0,) * 4),
-        np.arange(8) * 100,
-    )
-    plan = plan_replicas(forecast, homes, world, cost=FREE)
-    assert plan_replicas(forecast, homes, world, cost=FREE, previous=plan) is plan
-    moved = Placement.initial(8, 4, num_slots=1)
-    moved = Placement(
-        home=moved.home[::-1].copy(),
-        table=np.array([[6, 7, -1], [4, 5, -1], [2, 3, -1], [0, 1, -1]]),
-    )
-    assert (
-        plan_replicas(forecast, moved, world, cost=FREE, previous=plan).home == moved.home
-    ).all()
-
-
 def test_nodes_without_the_expert_come_first_where_that_pays() -> None:
     """Two nodes, one hot expert: its first replica spares the other node's tokens the way, unless the copy costs
     more."""

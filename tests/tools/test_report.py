@@ -1,4 +1,5 @@
-"""The page about a recorded run. Oracle: sums and maxima by plain loops over the record, and the planner's own cost."""
+"""The page about a recorded run. Oracle: sums and maxima by plain loops over the record; for times,
+what ``what-if`` says about the same folder."""
 
 from __future__ import annotations
 
@@ -16,9 +17,6 @@ import pytest
 import recorded
 
 from megatron_hecate.__main__ import main
-from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
-from megatron_hecate.plan.replicas import problem_of
-from megatron_hecate.plan.search import plan_cost
 from megatron_hecate.tools import report, what_if
 from megatron_hecate.tools.report_content import Report
 
@@ -61,106 +59,6 @@ def _sides(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[list[int], 
 def _token_ms() -> float:
     """Forward, and a backward of twice as much."""
     return 1e3 * 3 * recorded.SHAPE["token_flops"] / recorded.SPEEDS["flops"]
-
-
-def _all_to_all_ms(ranks: list[float]) -> float:
-    """Four all-to-alls per microbatch, by loops: each rank sends as much as any other; 2 ranks on each of 2 nodes."""
-    node, num = (0, 0, 1, 1), recorded.SHAPE["microbatches"]
-    sent, got = ([[0.0] * 4 for _ in range(2)] for _ in range(2))  # [inside or between][rank]
-    for source in range(4):
-        for rank, tokens in enumerate(ranks):
-            if rank != source:
-                size = tokens / 4 / num * recorded.SHAPE["token_bytes"]
-                sent[node[rank] != node[source]][source] += size
-                got[node[rank] != node[source]][rank] += size
-    inside = max(*sent[0], *got[0])
-    between = max(sum(way[1][first : first + 2]) / 2 for way in (sent, got) for first in (0, 2))
-    times = [
-        size / recorded.SPEEDS[link]["bandwidth"] + recorded.SPEEDS[link]["latency"] * (size > 0)
-        for link, size in (("intra", inside), ("inter", between))
-    ]
-    return 1e3 * 4 * num * max(times)
-
-
-def _lost_ms(ranks: list[int]) -> float:
-    """Beyond forced balance: compute of the fullest rank, and longer all-to-alls."""
-    mean = sum(ranks) / len(ranks)
-    longer = _all_to_all_ms(ranks) - _all_to_all_ms([mean] * len(ranks))
-    return (max(ranks) - mean) * _token_ms() + longer
-
-
-def _price_ms(held: dict[str, np.ndarray], t: int, layer: int) -> tuple[float, float, float]:
-    """What replicas cost, and all copies and those hidden: by the measured seconds of a copy, counted by loops, or else
-    by the planner's own cost of copies."""
-    links = {name: Link(**recorded.SPEEDS[name]) for name in ("intra", "inter")}
-    world, shape = (
-        World((0, 0, 1, 1), Speeds(**{**recorded.SPEEDS, **links})),
-        LayerShape(**recorded.SHAPE),
-    )
-    homes = Placement.initial(SIZE.experts, SIZE.ranks, num_slots=SIZE.slots)
-    pairs = [
-        (e, r) for r in range(SIZE.ranks) for e in held["replica"][t, layer, r].tolist() if e >= 0
-    ]
-    table = homes.with_replicas(pairs).table.copy()
-    if not pairs:
-        return 0.0, 0.0, 0.0
-    window, copy = held["window"][t, layer], held["copy"][t, layer]
-    bare = shape.copy_cost(world)
-    further = bare.computing * max(sum(rank == r for _, rank in pairs) for r in range(SIZE.ranks))
-    if math.isnan(copy):
-        copies = (
-            plan_cost(np.zeros(SIZE.experts), problem_of(homes, world, bare), table, np.inf)[1]
-            - bare.routing
-            - further
-        )
-        out, back = (copies * part * _token_ms() for part in (bare.out, 1 - bare.out))
-    else:
-        taken, given = [0] * SIZE.ranks, [0] * SIZE.ranks
-        for expert, rank in pairs:
-            taken[rank] += 1
-            given[expert // (SIZE.experts // SIZE.ranks)] += 1
-        out = 1e3 * copy * max(*taken, *given)
-        back = (
-            out * recorded.SHAPE["grad_bytes"] / recorded.SHAPE["expert_bytes"]
-        )  # fetched and returned once
-    allowed = 1e3 * (recorded.SHAPE["hidden_seconds"] if math.isnan(window) else window)
-    hidden = min(out, allowed) + min(back, allowed)
-    waits_not = 1.0 if math.isnan(copy) else min(1.0, shape.fetch_seconds(world) / copy)
-    price = out + back - hidden + bare.contention * waits_not * hidden
-    price += (bare.routing + further) * _token_ms()
-    return price, out + back, hidden
-
-
-def test_time_lost_and_won_back(made: tuple) -> None:
-    held, content = made
-    lost, left = (
-        _series(content, "lost")["lost, as routed"],
-        _series(content, "lost")["lost, with FSSDP"],
-    )
-    for t in range(SIZE.num):
-        before_ms = after_ms = 0.0
-        for layer in range(SIZE.layers):
-            before, after = _sides(held, t, layer)
-            before_ms += _lost_ms(before)
-            after_ms += _lost_ms(after) + _price_ms(held, t, layer)[0]
-        assert lost[t] == pytest.approx(before_ms, rel=1e-4) and left[t] == pytest.approx(
-            after_ms, rel=1e-4
-        ), t
-        assert _series(content, "lost")["won back, net"][t] == pytest.approx(
-            before_ms - after_ms, abs=1e-5
-        )
-    assert content["mean"]["lost"] == pytest.approx(statistics.fmean(lost), rel=1e-4)
-    assert len(set(left)) > 3 and any(a != b for a, b in zip(lost, left, strict=True))
-    copies = _series(content, "copies")
-    assert max(copies["all copies"]) > 0 and copies["all copies"][0] == 0
-    for t in range(SIZE.num):
-        every, hidden = (
-            sum(_price_ms(held, t, layer)[at] for layer in range(SIZE.layers)) for at in (1, 2)
-        )
-        assert copies["all copies"][t] == pytest.approx(every, abs=2e-6)
-        assert copies["hidden behind compute"][t] == pytest.approx(hidden, abs=2e-6)
-        assert copies["not hidden"][t] == pytest.approx(every - hidden, abs=2e-6)
-    assert any(copies["not hidden"]) and any(copies["hidden behind compute"])
 
 
 def test_imbalance_pictures_and_tables(made: tuple) -> None:
@@ -334,22 +232,6 @@ def test_odd_records(tmp_path: Path, size: recorded.Size, fssdp: bool) -> None:
     )
     first, last = content["loads"]["groups"][0][0], content["loads"]["groups"][-1][1]
     assert (first, last) == (1, size.num)
-
-
-def test_stages_work_at_the_same_time(tmp_path: Path) -> None:
-    """Two stages with one layer each: at least the one that waits longer counts, at most both."""
-    size, folder = recorded.Size(layers=1, skew=2.0), tmp_path / "run"
-    stages = [recorded.arrays(size, seed=seed, fssdp=False) for seed in (1, 2)]
-    for stage, held in enumerate(stages):
-        recorded.write(folder, size, held={**held, "time": stages[0]["time"]}, stage=stage)
-    waits = []
-    for held in stages:
-        ranks = held["load"].reshape(size.num, size.ranks, -1).sum(axis=2)
-        waits.append(np.array([_lost_ms(of_step.tolist()) for of_step in ranks]))
-    assert (waits[0] != waits[1]).all() and min(map(min, waits)) > 0
-    lost = _series(_content(folder), "lost")["lost, as routed"]
-    assert (np.maximum(*waits) - 1e-6 <= lost).all() and (lost <= sum(waits) + 1e-6).all()
-    assert (lost < 0.99 * sum(waits)).any(), "stages overlap"
 
 
 def test_no_record_and_no_place_for_the_page(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -1,26 +1,19 @@
 """The time of a step in closed form, and the work of layers.
 
 Oracles: steps added up by hand; a simulation of single ranks and microbatches written here, which
-waits task by task; the published bubble of interleaved stages; what layers ask for in training;
-tokens that draw their experts, counted; and limits (balanced loads, free links, one rank).
+waits task by task; the published bubble of interleaved stages; tokens that draw their experts, counted; and limits (balanced loads, free links, one rank).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import numpy as np
 import pytest
 from seeds import seeds
 
 from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
-from megatron_hecate.tools.job_settings import JobSettings
-from megatron_hecate.tools.replay import Replay, Setup
-from megatron_hecate.tools.run import Run
 from megatron_hecate.tools.step_model import Prediction, StepModel
-from megatron_hecate.tools.traffic import token_traffic, traffic_of_loads
-from megatron_hecate.tools.what_if import make_parser
 from megatron_hecate.tools.work import Group, Work
 
 pytestmark = pytest.mark.fast
@@ -216,22 +209,6 @@ def test_a_placement_becomes_work_by_hand() -> None:
     assert prices.copying_ms - prices.hidden_ms == pytest.approx(np.array([[1e3 * exposed]]))
 
 
-def test_traffic_of_rank_loads_is_that_of_sources_which_send_alike() -> None:
-    """Oracle: a flow in which each rank sends as much as any other to every rank, counted pair by pair."""
-    rng = np.random.default_rng(1)
-    for node in ((0, 0, 0), (0, 0, 1, 1), (0, 1, 1, 0, 2, 2, 2)):
-        world = World(node=node, speeds=SLOW)
-        loads = 12 * rng.integers(0, 50, len(node)) * len(node)
-        flow = np.tile(loads // len(node), (len(node), 1))
-        counted, found = token_traffic(flow, world), traffic_of_loads(loads, world)
-        for field in dataclasses.fields(counted):
-            assert getattr(found, field.name) == pytest.approx(getattr(counted, field.name))
-        if len(set(node)) > 1:
-            half = traffic_of_loads(loads, world, crossing=counted.inter / 2)
-            assert half.inter_in == pytest.approx(counted.inter_in / 2)
-            assert half.intra_in == pytest.approx(counted.intra_in)
-
-
 @pytest.mark.parametrize(("per_node", "nodes"), [(2, 2), (2, 3), (1, 4), (1, 2)])
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_token_may_reach_a_node_and_a_rank_once(per_node: int, nodes: int, inside: bool) -> None:
@@ -261,24 +238,3 @@ def test_even_placements_are_forced_balance_and_one_rank_sends_nothing() -> None
         assert stock.peak == pytest.approx(forced.peak) and not stock.price.any()
         assert stock.trip == pytest.approx(forced.trip)
         assert forced.trip.any() == (ranks > 1)
-
-
-def replay(folder: Path, layers: int, *, ep: int, pp: int = 1, vpp: int = 1) -> Replay:
-    """Replay even loads of a model with ``layers``."""
-    np.savez(folder / "loads.npz", load=np.ones((2, 1, 64)))
-    command = [str(folder / "loads.npz"), "--model", f"olmoe,layers={layers}"]
-    command += ["--cluster", "h100x8", "--ranks", str(ep * pp), "--ep", str(ep)]
-    command += ["--pp", str(pp), "--vpp", str(vpp), "--microbatches", str(16 * pp)]
-    flags = make_parser().parse_args(command)
-    run = Run.read(flags.trace)
-    return Replay.of(JobSettings.resolve(flags, run), run, steps=1)
-
-
-def test_memory_of_each_transport(tmp_path: Path) -> None:
-    """Oracle: docs/memory.md. A copy of the homes that peers read, or four arriving fp32 gradients and their sum."""
-    job = replay(tmp_path, 1, ep=4)
-    chunk = 2 * job.settings.model.expert_elements
-    expected = {"nvlink": 16 * chunk, "p2p": 5 * 2 * chunk}
-    for transport, nbytes in expected.items():
-        assert job.memory(Setup(slots=2, transport=transport)).transport == nbytes
-        assert job.memory(Setup(transport=transport)).transport == 0
