@@ -106,13 +106,6 @@ def test_ranks_share_the_gpus_under_mps(tmp_path: Path) -> None:
     assert not Path(pipes).exists()
 
 
-def test_without_mps_ranks_take_turns_and_are_told_so(tmp_path: Path) -> None:
-    machine = Machine(tmp_path, gpus=1, has_mps=False)
-    code, lines, text = machine.run("--ranks", "2", str(machine.script))
-    assert code == 0 and len(lines) == 2, text
-    assert "nvidia-cuda-mps-control not found: ranks take turns" in text
-
-
 def test_mps_ends_with_the_ranks(tmp_path: Path) -> None:
     machine = Machine(tmp_path, gpus=1)
     marks = tmp_path / "marks"

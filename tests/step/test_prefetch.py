@@ -137,25 +137,6 @@ def test_layers_are_fetched_at_a_distance(lifetime: str, loop_kind: str) -> None
     assert forwards == wanted
 
 
-@pytest.mark.newest
-@ranks(4)
-def test_no_plan_is_made_for_another_chunk() -> None:
-    """Two pipeline stages, each with two chunks of three layers: planning stops at the end of a chunk."""
-    import tiny_gpt
-
-    case = tiny_gpt.Case(pp=2, vpp=2, accumulate=2, settings=(("num_layers", 12),))
-    tiny_gpt.initialize(case)
-    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=1))
-    done: list[tuple[str, Any]] = []
-    _note_plans(done)
-    for layer in tiny_gpt.moe_layers(run.chunks):
-        layer.router.register_forward_hook(lambda *_: done.append(("route", None)))
-    run.step(2)
-    assert [
-        len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"
-    ] == [3, 3]
-
-
 @ranks(2)
 def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
     """The loop catches the error and goes on; layers planned before must not wait for gradients of the broken step."""
