@@ -62,7 +62,6 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--export {flags.export}: the name must end with .csv or .json")
     folder = flags.run_dirs[-1]
     out = flags.out or folder / "report.html"
-    _check_outputs(parser, [out, *([flags.export] if flags.export else [])], flags.run_dirs)
     lines: list[str] = []
     obstacles: list[str] = []
     try:
@@ -84,18 +83,6 @@ def main(argv: Sequence[str]) -> int:
         print("\n".join(obstacles), file=sys.stderr)
     # As the parser, and as `what_if`.
     return 2 if obstacles else 0
-
-
-def _check_outputs(
-    parser: argparse.ArgumentParser, outputs: Sequence[Path], run_dirs: Sequence[Path]
-) -> None:
-    """Exit if two outputs have one name, or one has the name of a recorded file."""
-    if len({path.absolute() for path in outputs}) < len(outputs):
-        parser.error(f"--out and --export name the same file, {outputs[0]}")
-    for path in outputs:
-        is_recorded = path.name.startswith(("run-", "loads-"))
-        if is_recorded and path.parent.resolve() in [folder.resolve() for folder in run_dirs]:
-            parser.error(f"{path} has the name of a recorded file; name another one")
 
 
 def write(folder: Path, out: Path) -> list[str]:

@@ -12,7 +12,6 @@ import argparse
 import dataclasses
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.tools.comparison import Comparison, compare
 from megatron_hecate.tools.presets import CLUSTERS, MODELS
 from megatron_hecate.tools.recommendation import describe_parts, flags_of
-from megatron_hecate.tools.replay import Outcome, Replay, Setup
+from megatron_hecate.tools.replay import Outcome
 from megatron_hecate.tools.run import Run
 
 PROGRAM = "megatron-hecate what-if"
@@ -73,7 +72,7 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
         "--save",
         type=Path,
         metavar="FILE.json",
-        help="write the figures, the recommendation, its flags and its replicas",
+        help="write the figures, the recommendation and its flags",
     )
     return parser
 
@@ -193,25 +192,8 @@ def _save(flags: argparse.Namespace, result: Comparison) -> None:
     saved = dict(
         recommendation=result.advice.text,
         flags=best and f"--moe-fssdp {flags_of(best)}",
-        plan=best and _frequent_replicas(result.replay, best),
         arguments=vars(flags),
         settings=dataclasses.asdict(result.settings),
         outcomes=[dataclasses.asdict(one) for one in result.outcomes],
     )
     files.replace(flags.save, json.dumps(saved, default=str) + "\n")
-
-
-def _frequent_replicas(replay: Replay, setup: Setup) -> dict[int, list[list[float]]]:
-    """Count the replicas that FSSDP plans with ``setup``.
-
-    Returns:
-        By number of the layer in the trace: its most frequent replicas as [expert, rank, share of
-        steps], at most one per slot.
-    """
-    num_slots = setup.slots * replay.settings.ep
-    frequent = {}
-    for number, steps in zip(replay.layers, zip(*replay.place(setup), strict=True), strict=True):
-        often = Counter((expert, rank) for step in steps for expert, rank, _ in step.replicas)
-        counts = often.most_common(num_slots)
-        frequent[number] = [[*pair, count / len(steps)] for pair, count in counts]
-    return frequent

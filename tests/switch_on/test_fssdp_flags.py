@@ -6,9 +6,7 @@ Oracle: the launcher, which the parametrized flags are given to as well; literal
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ from pretraining import ROOT
 
 from megatron_hecate.__main__ import main
 from megatron_hecate.switch_on import launcher
-from megatron_hecate.tools.files import read
 
 pytestmark = pytest.mark.fast
 
@@ -234,45 +231,3 @@ def test_speeds_are_searched_where_the_job_starts(
     assert status == 2 and "fast.json does not hold measured speeds (KeyError" in said
     speeds.write_text((ROOT / "tests" / "data" / "free_copies.json").read_text())
     assert _check(path, capsys) == (0, "would switch on\n")
-
-
-def _bomb(kind: str) -> str:
-    """YAML of a hundred lines at most that stands for 10^11 values."""
-    top, tenfold = {
-        "lists": ("[lol, lol]", "[%s]"),
-        "maps": ("{x: 1, y: 2}", "{%s}"),
-        "merges": ("{x: 1, y: 2}", "{<<: [%s]}"),
-    }[kind]
-    lines = [f"a0: &a0 {top}"]
-    for depth in range(1, 12):
-        aliases = [f"*a{depth - 1}"] * 10
-        if kind == "maps":
-            aliases = [f"k{number}: {alias}" for number, alias in enumerate(aliases)]
-        lines.append(f"a{depth}: &a{depth} {tenfold % ', '.join(aliases)}")
-    return "\n".join([*lines, "expert_model_parallel_size: 8\n"])
-
-
-@pytest.mark.parametrize("kind", ["lists", "maps", "merges"])
-def test_aliases_that_stand_for_too_much(kind: str, tmp_path: Path) -> None:
-    """Within a gigabyte of addresses, which reading all values would exceed, and in seconds."""
-    (path := tmp_path / "bomb.yaml").write_text(_bomb(kind))
-    code = "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))\n"
-    code += "from megatron_hecate.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    command = [sys.executable, "-c", code, "check", "--settings", str(path)]
-    begin = time.monotonic()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert time.monotonic() - begin < 30
-    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1, done.stderr
-    assert "holds more than 100000 values once its aliases (*NAME) are replaced" in done.stderr
-
-
-def test_aliases_as_people_use_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    """Nor does the bound hold for a large file without aliases."""
-    text = "base: &base {expert_model_parallel_size: 8}\nmodel: {<<: *base, num_moe_experts: 16}\n"
-    (path := tmp_path / "job.yaml").write_text(text)
-    monkeypatch.setattr(read, "LARGEST", 20)
-    assert _check(path, capsys)[0] == 0
-    path.write_text("\n".join([f"x{number}: 1" for number in range(40)] + ["num_experts: 8", ""]))
-    assert "expert_model_parallel_size was not found" in _check(path, capsys)[1]

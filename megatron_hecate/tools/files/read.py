@@ -12,8 +12,6 @@ from typing import Any
 from megatron_hecate.files import read_file
 from megatron_hecate.tools.files import jobs
 
-# values of a YAML document, aliases replaced, that are read at most; jobs have some hundred
-LARGEST = 100_000
 SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
 SCRIPT = (
     "is a shell script, which only a shell can read; write megatron-hecate check -- in front of "
@@ -72,37 +70,10 @@ def _parse(text: str, suffix: str) -> Any:
     try:
         loader = kind(text)
         node = loader.get_single_node()
-        if node is None:
-            return None
-        _check_size(node)
-        return loader.construct_document(node)
+        return None if node is None else loader.construct_document(node)
     # Constructors raise errors of their own, such as for dates.
     except (yaml.YAMLError, AttributeError, TypeError) as error:
         raise ValueError(f"is not YAML: {error}") from None
-
-
-def _check_size(document: Any) -> None:
-    """Raise a ValueError for a YAML document that is small only as long as aliases are not read.
-
-    Args:
-        document: node of the whole document, in which aliases are the nodes that they refer to.
-    """
-    sizes: dict[int, int] = {}
-
-    def size(node: Any) -> int:
-        if id(node) not in sizes:
-            sizes[id(node)] = 1
-            for part in node.value if isinstance(node.value, list) else ():
-                # a mapping has pairs of nodes
-                sizes[id(node)] += sum(map(size, part if isinstance(part, tuple) else (part,)))
-        return sizes[id(node)]
-
-    # a document without aliases may be as large as it is
-    if size(document) > max(LARGEST, len(sizes)):
-        raise ValueError(
-            f"holds more than {LARGEST} values once its aliases (*NAME) are replaced; "
-            "write out the settings of the job"
-        )
 
 
 def _construct(loader: Any, _: str, node: Any) -> Any:
