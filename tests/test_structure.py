@@ -46,6 +46,7 @@ WITH_MEGATRON = {
     "megatron",
     "switch_on",
     "enable",
+    "homes.schedule",
     "bridge",
     "__main__",
     "step.layer",

@@ -74,7 +74,6 @@ class LayerState(Uncopied):
         self.transport = transport
         # True if replicas live for a whole iteration.
         self.keeps_replicas = config.lifetime == "iteration"
-        self._delays_wgrad = parts.experts.delayed is not None
         self.name = name_of_layer(layer)
         self.group = layer.ep_group
         self.stock_dispatcher = layer.token_dispatcher
@@ -346,7 +345,7 @@ class LayerState(Uncopied):
     def abandon(self) -> None:
         """Forget microbatches of an ended iteration whose backward has not run."""
         self._in_flight.clear()
-        if self._delays_wgrad:
+        if self.parts.experts.delayed is not None:
             self.parts.experts.drop_delayed()
             self.parts.experts.unsettled = None
         self._last_placements = self._placements
