@@ -17,7 +17,6 @@ import pytest
 from gpu import Part
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.fast
 
 
 def _python(code: str, *, bench: bool = False) -> str:
@@ -129,6 +128,7 @@ def test_without_a_gpu_nothing_is_done(tmp_path: Path) -> None:
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.fast
 def test_parts_are_of_this_checkout() -> None:
     """Every script and test that a part names is here, and the parts of a command fit into its time with what they may
     take, which is less than ten minutes."""
@@ -145,6 +145,7 @@ def test_parts_are_of_this_checkout() -> None:
     assert gpu.MINUTES["1"] <= 6
 
 
+@pytest.mark.fast
 def test_what_an_image_brings_is_not_carried() -> None:
     """Oracle: what pip says is installed, and that a GPU's machine has torch, with all that torch needs."""
     image = gpu_bundle.read_image("torch\nnumpy==2.5.0  # newer than any bound of ours\n")

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.fast
-
 CHECKOUT = Path(__file__).resolve().parents[2]
 RECIPES = json.loads((CHECKOUT / "tests" / "data" / "recipes.json").read_text())
 # Of jobs with the same settings one.
@@ -51,6 +49,7 @@ def bench() -> Any:
     return _module("recipes")
 
 
+@pytest.mark.fast
 def test_each_is_refused_for_what_stands_in_the_table(bench: Any) -> None:
     for recipe in DISTINCT:
         stops = {name: values for name, values in REFUSED.items() if name in recipe}
@@ -62,6 +61,7 @@ def test_each_is_refused_for_what_stands_in_the_table(bench: Any) -> None:
         assert bench.refused(recipe).keys() == known, recipe["name"]
 
 
+@pytest.mark.fast
 @pytest.mark.parametrize("resolved", [{}, RESOLVED], ids=["as written", "as 0.20 resolves them"])
 def test_how_many_switch_on(bench: Any, resolved: dict[str, Any]) -> None:
     jobs, on, eager, eager_on = Counter(), Counter(), Counter(), Counter()
@@ -93,6 +93,7 @@ def test_megatron_itself_makes_settings_with_the_same_verdict(bench: Any) -> Non
             )
 
 
+@pytest.mark.fast
 @pytest.mark.newest
 def test_the_overrides_that_are_named_switch_it_on(bench: Any) -> None:
     """And Megatron's own rules still accept the settings, if they accept those of the recipe."""
@@ -115,6 +116,7 @@ def test_the_overrides_that_are_named_switch_it_on(bench: Any) -> None:
             resolve.build(changed)
 
 
+@pytest.mark.fast
 def test_the_page_is_current(bench: Any) -> None:
     page = (CHECKOUT / "docs" / "recipes.md").read_text()
     assert page == bench.page(), "python bench/recipes.py > docs/recipes.md"

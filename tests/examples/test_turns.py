@@ -10,8 +10,6 @@ import pytest
 import torch.distributed as dist
 from turns import STEPS, VARIABLE, Turns
 
-pytestmark = pytest.mark.fast
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 JOB = """
 import os, sys, tempfile
@@ -56,6 +54,7 @@ def test_jobs_take_turns_until_one_has_ended(tmp_path: Path) -> None:
     assert log.read_text().splitlines() == expected
 
 
+@pytest.mark.fast
 def test_both_jobs_pass_on_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,7 +190,6 @@ def test_one_process_of_a_machine_compiles(cache: Path, tmp_path: Path) -> None:
     assert any("compiling" in words for words in said) and later.stdout == "0\n"
 
 
-@pytest.mark.fast
 def test_numba_is_asked_for_where_something_is_planned(tmp_path: Path) -> None:
     """Numba 0.66 under numpy 2.5: its import fails. Whoever plans nothing does not notice; whoever plans is told."""
     (tmp_path / "numba.py").write_text(
