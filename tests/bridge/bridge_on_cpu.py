@@ -115,9 +115,3 @@ def as_model_config(provider: Any) -> GPTModelConfig:
 
 def _local_layers_of_model(config: GPTModelConfig, **kwargs: Any) -> Any:
     return _local_layers(config.transformer, **kwargs)
-
-
-if __name__ == "__main__":
-    import run_on_cpu
-
-    run_on_cpu.main()
