@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.parallel_state import get_expert_data_parallel_rank
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
@@ -25,6 +24,7 @@ from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.homes.mover import Homes, Order
 from megatron_hecate.homes.planner import Choice, HomeAssignment, HomeSearch
+from megatron_hecate.megatron.training_globals import replica_of_rank
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.step.prefetch import Rehoming
@@ -56,8 +56,7 @@ class HomesSchedule(Rehoming):
         clock: Clock,
         meter: OverlapMeter,
     ) -> None:
-        replica = get_expert_data_parallel_rank()
-        self.homes = Homes(states, group, replica=replica, optimizers=optimizers)
+        self.homes = Homes(states, group, replica=replica_of_rank(), optimizers=optimizers)
         self._states = states
         self._group = group
         self._last_loads = last_loads

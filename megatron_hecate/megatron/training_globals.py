@@ -6,6 +6,13 @@ import sys
 from typing import Any
 
 
+def replica_of_rank() -> int:
+    """Return this rank's number among the ranks with the same experts (expert data parallelism)."""
+    from megatron.core import parallel_state
+
+    return parallel_state.get_expert_data_parallel_rank()
+
+
 def running_iteration() -> int | None:
     """Read the number of the running iteration in Megatron's log."""
     begun = getattr(training_arguments(), "curr_iteration", None)
