@@ -100,8 +100,10 @@ class JobSettings:
         step_ms = None
         if _has_work_of(run, (ep, pp, vpp, microbatches, model.layers), tokens):
             step_ms = run.stock_step_ms
-        is_sharded = not flags.no_distributed_optimizer and run.job.get("optimizer_shards") != 1
-        dispatcher = flags.dispatcher or run.job.get("dispatcher")
+        is_sharded = (
+            not flags.no_distributed_optimizer and run.info.job.get("optimizer_shards") != 1
+        )
+        dispatcher = flags.dispatcher or run.info.job.get("dispatcher")
         return cls(
             model=model,
             cluster=cluster,
@@ -117,7 +119,7 @@ class JobSettings:
             optimizer_shards=ranks // pp // ep if is_sharded else 1,
             sends_once=dispatcher == "flex",
             hidden=flags.hidden_all_to_all,
-            recompute=flags.recompute or bool(run.job.get("recompute", False)),
+            recompute=flags.recompute or bool(run.info.job.get("recompute", False)),
             step_ms=choose(flags.step_ms, step_ms, "steps of {:,.0f} ms (median)", CLOSE),
             step_is_given=flags.step_ms is not None,
             notes=tuple(notes),

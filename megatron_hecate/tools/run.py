@@ -11,7 +11,6 @@ import io
 import statistics
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -210,26 +209,21 @@ class Run(PricedRecord):
         return np.max(needs, axis=0)
 
     @property
-    def job(self) -> dict[str, Any]:
-        """Sizes and layout of the job; empty if unknown."""
-        return dict(self.info.job)
-
-    @property
     def pp(self) -> int:
         """Number of pipeline stages."""
-        return int(self.job.get("pp", max(1, len(self.stages))))
+        return int(self.info.job.get("pp", max(1, len(self.stages))))
 
     @property
     def vpp(self) -> int:
         """Chunks per pipeline stage."""
-        return int(self.job.get("vpp", 1))
+        return int(self.info.job.get("vpp", 1))
 
     @property
     def ranks(self) -> int | None:
         """Number of ranks, divided among stages and expert-parallel groups."""
         if not self.stages:
             return None
-        return int(self.job.get("ranks", self.info.ranks * self.pp))
+        return int(self.info.job.get("ranks", self.info.ranks * self.pp))
 
     @property
     def microbatches(self) -> int | None:
@@ -253,9 +247,7 @@ class Run(PricedRecord):
     def stock_step_ms(self) -> float | None:
         """Median time of a stock step, ms; ``None`` unless several stock steps were recorded."""
         # With FSSDP the time of a step is not stock's.
-        if not self.observed or not self.step_ms > 0:
-            return None
-        return self.step_ms
+        return self.step_ms if self.observed and self.step_ms > 0 else None
 
     @cached_property
     def model(self) -> Model | None:
@@ -266,7 +258,7 @@ class Run(PricedRecord):
         elements = shape["token_flops"] / 2
         width = max(1, round(shape["expert_bytes"] / elements))
         hidden = max(1, round(shape["token_bytes"] / width))
-        job = self.job
+        job = dict(self.info.job)
         heads = int(job.get("heads", 0))
         attention = 4 * hidden**2
         head_width = hidden
@@ -304,7 +296,7 @@ class Run(PricedRecord):
             per_node=statistics.mode(map(self.info.node.count, self.info.node)),
             speeds=speeds,
             dense=speeds.flops,
-            memory=float(self.job.get("device_bytes", 0)),
+            memory=float(self.info.job.get("device_bytes", 0)),
         )
 
 
