@@ -120,10 +120,11 @@ def test_ranks_share_the_search() -> None:
     found: list[int] = []
 
     class Shared(HomeSearch):
-        def __post_init__(self) -> None:
-            object.__setattr__(self, "token_seconds", 1.0)  # tokens so slow that everything pays
-            # without room for replicas, which would leave nothing to win
-            object.__setattr__(self, "homes", Placement.initial(8, 2, num_slots=0))
+        def __init__(self, **fields: Any) -> None:
+            # Tokens so slow that everything pays, without room for replicas, which would leave
+            # nothing to win.
+            fields |= {"token_seconds": 1.0, "homes": Placement.initial(8, 2, num_slots=0)}
+            super().__init__(**fields)
 
         def choose(self, load: np.ndarray, order: np.ndarray, layers: Any) -> list:
             self.__dict__["load"] = load
