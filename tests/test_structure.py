@@ -46,7 +46,6 @@ WITH_MEGATRON = {
     "megatron",
     "switch_on",
     "enable",
-    "homes.schedule",
     "bridge",
     "__main__",
     "step.layer",
