@@ -23,7 +23,8 @@ from typing import Any
 
 import numba
 from numba.core import serialize
-from numba.core.caching import CompileResultCacheImpl, FunctionCache, _CacheLocator
+from numba.core.caching import NullCache
+from numba.core.compiler import CompileResult
 
 from megatron_hecate import code_cache
 
@@ -69,37 +70,14 @@ def _hash_sources(folder: Path) -> str:
     return hashlib.sha256(b"".join(sources)).hexdigest()
 
 
-class _Nowhere(_CacheLocator):
-    """Locator without a path, because `_Cache` has no index file; numba requires a locator."""
-
-    def __init__(self, py_file: str) -> None:
-        # numba names the file in its warnings
-        self._py_file = py_file
-
-    def get_cache_path(self) -> str:
-        return ""
-
-    def get_source_stamp(self) -> str:
-        return ""
-
-    def get_disambiguator(self) -> str:
-        return ""
-
-    @classmethod
-    def from_function(cls, py_func: Callable, py_file: str) -> _Nowhere:
-        return cls(py_file)
-
-
-class _Results(CompileResultCacheImpl):
-    _locator_classes: list[Any] = [_Nowhere]
-
-
-class _Cache(FunctionCache):
+class _Cache(NullCache):
     """Cache of one function: a file per compiled signature and processor."""
 
-    _impl_class = _Results
+    def __init__(self, function: Callable) -> None:
+        self._function = function
 
-    def _load_overload(self, sig: Any, target_context: Any) -> Any:
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
         name = self._file_name(sig, target_context.codegen())
         code = _read(name)
         if code is None and _waiting:
@@ -107,22 +85,26 @@ class _Cache(FunctionCache):
             code = _read(name)
         if code is None:
             return None
-        return self._impl.rebuild(target_context, pickle.loads(code))
+        return CompileResult._rebuild(target_context, *pickle.loads(code))
 
-    def _save_overload(self, sig: Any, data: Any) -> None:
-        if not self._impl.check_cachable(data):
+    def save_overload(self, sig: Any, cres: Any) -> None:
+        # Its code holds addresses of this process.
+        if cres.library.has_dynamic_globals:
             return
         try:
-            code = serialize.dumps(self._impl.reduce(data))
-            code_cache.write(self._file_name(sig, data.codegen), code)
+            code = serialize.dumps(cres._reduce())
+            code_cache.write(self._file_name(sig, cres.codegen), code)
         except OSError as error:
             _warn_once(str(error))
 
     def _file_name(self, signature: Any, codegen: Any) -> str:
         """Return the file of a signature: ``FUNCTION-HASH.nbc``."""
-        sources = _hash_sources(Path(self._py_func.__code__.co_filename).parent)
-        inputs = (self._index_key(signature, codegen), sources, numba.__version__, sys.version)
-        function = f"{self._py_func.__module__}.{self._py_func.__qualname__}"
+        code = self._function.__code__
+        sources = _hash_sources(Path(code.co_filename).parent)
+        processor = codegen.magic_tuple()
+        versions = (numba.__version__, sys.version)
+        inputs = (signature, processor, code.co_code, sources, versions)
+        function = f"{self._function.__module__}.{self._function.__qualname__}"
         # A local function's qualified name has "<locals>".
         function = function.replace("<", "").replace(">", "")
         digest = hashlib.sha256(repr(inputs).encode()).hexdigest()
