@@ -51,6 +51,8 @@ def load_or_build(name: str, build: Callable[[], bytes]) -> Path:
         with turn():
             # Another process may have compiled meanwhile.
             if read(name) is None:
+                # An error about the folder comes before the compilation.
+                _make_folder()
                 write(name, build())
     return folder() / name
 
@@ -77,19 +79,33 @@ def write(name: str, code: bytes) -> None:
         OSError: if there is no folder, or it cannot be written.
         PermissionError: also if other users can write to it.
     """
-    path = folder() / name
-    try:
+    path = _make_folder() / name
+    with _way_out(path.parent):
+        files.replace(path, code, mode=files.PRIVATE)
+
+
+def _make_folder() -> Path:
+    """Make the folder, and return it; errors as `write`."""
+    path = folder()
+    with _way_out(path):
         # The umask decides on the mode of parents, but others must not write there: they could
         # replace the folder.
-        for parent in reversed([one for one in path.parent.parents if not one.exists()]):
+        for parent in reversed([one for one in path.parents if not one.exists()]):
             parent.mkdir(mode=0o755, exist_ok=True)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        _check_owner(path.parent)
-        files.replace(path, code, mode=files.PRIVATE)
+        path.mkdir(mode=0o700, exist_ok=True)
+        _check_owner(path)
+    return path
+
+
+@contextlib.contextmanager
+def _way_out(path: Path) -> Iterator[None]:
+    """Name the folder and the way out in an error of the operating system."""
+    try:
+        yield
     except OSError as error:
         if error.errno is None:
             raise
-        message = f"{path.parent}: {error.strerror}; name another folder in ${VARIABLE}"
+        message = f"{path}: {error.strerror}; name another folder in ${VARIABLE}"
         raise type(error)(message) from None
 
 
