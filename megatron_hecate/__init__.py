@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from megatron_hecate.config import HecateConfig
@@ -171,5 +172,5 @@ def weights_changed(model: Any) -> None:
 def _prefetcher(model: Any) -> Any:
     """Return the prefetcher that all converted layers of a model share; ``None`` without such."""
     chunks = model if isinstance(model, list | tuple) else [model]
-    modules = (module for chunk in chunks for module in chunk.modules())
+    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
     return next((module.prefetcher for module in modules if hasattr(module, "fssdp")), None)

@@ -18,6 +18,7 @@ import re
 import sys
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 from megatron.bridge import package_info
@@ -124,7 +125,7 @@ class Metrics(callbacks.Callback):
 
 def _recorded(chunks: list[Module]) -> LayerRecorder | Observer | None:
     """Return the recorder of this rank's layers, or ``None`` without MoE layers."""
-    for module in (module for chunk in chunks for module in chunk.modules()):
+    for module in chain.from_iterable(chunk.modules() for chunk in chunks):
         if hasattr(module, "fssdp"):
             return module.prefetcher.monitor.recorder
         if hasattr(module, "observer"):

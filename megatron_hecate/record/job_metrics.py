@@ -15,6 +15,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -174,7 +175,7 @@ class JobMetrics(BackgroundThread):
 
     def _log(self, iteration: int, messages: Sequence[_Message]) -> None:
         """Log one iteration by the messages of all stages, in their order."""
-        layers = [layer for message in messages for layer in message.layers]
+        layers = list(chain.from_iterable(message.layers for message in messages))
         values: dict[str, np.ndarray] = {}
         for name in messages[0].metrics:
             # Stages may have different metrics.

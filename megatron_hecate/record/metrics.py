@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -57,7 +58,7 @@ def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:
         chunks: model chunks, wrapped by DDP or not.
     """
     metrics: list[LayerMetrics] = []
-    for layer in (layer for chunk in chunks for layer in chunk.modules()):
+    for layer in chain.from_iterable(chunk.modules() for chunk in chunks):
         if not hasattr(layer, "fssdp"):
             continue
         monitor = layer.prefetcher.monitor

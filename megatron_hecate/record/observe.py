@@ -15,6 +15,7 @@ import sys
 import time
 import weakref
 from collections import deque
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
             MoE layers.
         TimeoutError: when some rank does not call it within ``config.timeout``.
     """
-    modules = (module for chunk in chunks for module in chunk.modules())
+    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
     layers = [module for module in modules if isinstance(module, MoELayer)]
     problems: list[str] = []
     speeds = read_speeds(config, problems)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -113,7 +114,8 @@ def _homes_group(
     expert_data = get_expert_data_parallel_group()
     what = "finding the ranks with the same experts"
     groups_of_peers = gather_objects(groups, expert_data, what=what, label="homes")
-    ranks = sorted({rank for of_peer in groups_of_peers for group in of_peer for rank in group})
+    all_groups = chain.from_iterable(groups_of_peers)
+    ranks = sorted(set(chain.from_iterable(all_groups)))
     nccl = NcclSettings() if on_gpus() else None
     return new_group(ranks, description="fssdp homes", timeout=config.timeout, nccl=nccl)
 

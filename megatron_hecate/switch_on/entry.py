@@ -9,6 +9,7 @@ steps of torch's optimizers.
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from typing import Any
 
 from megatron.core import parallel_state
@@ -132,5 +133,5 @@ def num_chunks(config: Any) -> int:
 
 def marks(chunks: list[Module]) -> set[bool]:
     """Return the values of ``observe`` with which the hook has run on the model chunks."""
-    modules = (module for chunk in chunks for module in chunk.modules())
+    modules = chain.from_iterable(chunk.modules() for chunk in chunks)
     return {module._fssdp_hook for module in modules if hasattr(module, "_fssdp_hook")}
