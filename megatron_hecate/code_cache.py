@@ -1,9 +1,9 @@
 """Folder of machine code that is compiled at first use: the planner's and the kernels'.
 
 Code is compiled once per machine and loaded from then on: where several ranks need the same code,
-one compiles it and the others wait. The folder is ``$MEGATRON_HECATE_CACHE``, else
+one compiles it and all other ranks wait. The folder is ``$MEGATRON_HECATE_CACHE``, else
 ``$XDG_CACHE_HOME/megatron-hecate`` or ``~/.cache/megatron-hecate``. It may be read-only or belong
-to root, as in a container's image. Its files are executed, so those that another user could have
+to root, as in a container's image. Its files are executed, so files that another user could have
 written are not read.
 """
 

@@ -27,7 +27,7 @@ class Note:
     """Per-rank summary of the model, sent to rank 0. JSON-serializable.
 
     Args:
-        settings: values that must be equal on all ranks that have them, by name.
+        settings: values by name, equal on all ranks with a value of the name.
         layers: names of the rank's MoE layers; may be empty on a pipeline stage, not on all ranks.
         problems: reasons why this rank cannot switch FSSDP on.
         summary: the layers' part of the line "FSSDP on".

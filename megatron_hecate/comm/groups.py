@@ -61,7 +61,7 @@ def new_group(
     expert involves a few ranks only, so a collective connects all ranks here. torch derives the
     name of a new group from the ranks and from the number of process groups that the calling rank
     is in, which may differ between ranks and decrease again. Here the number of our groups of the
-    same ranks replaces it: these ranks create them in the same order.
+    same ranks replaces it: the ranks create their groups in the same order.
 
     slime replaces ``torch.distributed.new_group`` by a function whose groups it destroys for each
     rollout and creates again afterwards. A group of ours would then be created again under a name

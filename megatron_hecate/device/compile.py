@@ -53,7 +53,7 @@ class CompileError(RuntimeError):
 
 
 def cubin(capability: tuple[int, int]) -> bytes:
-    """Compile the kernels for a GPU of compute capability (major, minor), or load them.
+    """Compile the kernels for a GPU of compute capability (major, minor), or load the kernels.
 
     Raises:
         CompileError: if the GPU is too old, or NVRTC is missing, does not support it, or fails.

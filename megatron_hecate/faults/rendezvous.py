@@ -126,7 +126,7 @@ class Question:
 
     def await_decision(self, groups: Sequence[str] = ()) -> Verdict:
         """Wait for the decision of rank 0; as `ask`."""
-        # Rank 0 may come as late as any rank, and then waits for the others.
+        # Rank 0 may come as late as any rank, and then waits for the other ranks.
         patience = 2 * self.timeout + PATIENCE
         key = self._key("verdict")
         parts: Sequence[bytes] = ()

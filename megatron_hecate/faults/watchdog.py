@@ -4,7 +4,8 @@ Where Megatron's own all-to-all waits for a rank, no wait of ours ends with an e
 every rank posts its progress from a background thread, over a store connection of its own. After a
 long stall the first rank of an FSSDP group (the second, if the first is stopped) reads the group's
 heartbeats, and prints one line if a rank is behind. In a stall of the whole job that is the group
-of the rank that the others wait for. Training continues to wait for as long as Megatron decides.
+of the rank that the other ranks wait for. Training continues to wait for as long as Megatron
+decides.
 """
 
 from __future__ import annotations
@@ -135,7 +136,7 @@ class Heartbeat:
 def name_ranks_behind(
     heartbeats: Mapping[int, Heartbeat | None], *, moment: float, silence: float
 ) -> str:
-    """Describe the ranks of a group that the others wait for; empty if there are none.
+    """Describe the ranks that their group waits for; empty without such ranks.
 
     Args:
         heartbeats: by rank; ``None`` without a heartbeat yet.

@@ -1,9 +1,9 @@
 """Converters of weights that read parameters of experts off their modules.
 
-One may be an object that the model's configuration holds; others are methods of the libraries of
-`frameworks`. No state_dict hook sees such a read, and while experts have moved, a parameter has the
-name of another expert. So all experts of the job move back to their original homes first. All ranks
-must call such a method together, which it needs to itself.
+One may be an object that the model's configuration holds; further ones are methods of the libraries
+of `frameworks`. No state_dict hook sees such a read, and while experts have moved, a parameter has
+the name of another expert. So all experts of the job move back to their original homes first. All
+ranks must call such a method together, which it needs to itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Twins: copies of Megatron's expert modules that compute homes and replicas.
 
-A twin has room for P experts and no weights of its own: each forward sets those of all experts.
+A twin has room for P experts and no weights of its own: each forward sets the weights of all
+experts.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class JobMetrics(BackgroundThread):
         # Messages sent by this rank, and messages read from each rank.
         self._num_sent = 0
         self._num_read = dict.fromkeys(self._stages, 0)
-        # Messages by iteration and rank that wait for those of other ranks.
+        # Messages by iteration and rank that wait for other ranks' messages.
         self._messages: dict[float, dict[int, _Message]] = {}
         self._is_abandoned = False
         # True once an error was printed.
@@ -149,7 +149,7 @@ class JobMetrics(BackgroundThread):
         return iteration in (0, math.inf)
 
     def _receive(self) -> None:
-        """Read the messages that have arrived, and delete them from the store."""
+        """Take the messages that have arrived out of the store."""
         for rank in self._stages:
             while self._store.check([key := f"{self._prefix}/{rank}/{self._num_read[rank]}"]):
                 message = _Message(*json.loads(self._store.get(key)))

@@ -210,7 +210,7 @@ class LayerRecorder(StepEvents):
         if self.measures and not self._padded:
             columns["rank_load"] = computed.sum(axis=1).T
         else:
-            # Not counted, or rows of the experts' input include padding: the loads are those of
+            # Not counted, or rows of the experts' input include padding: the loads are the loads of
             # exact quotas for all microbatches together.
             columns["rank_load"] = np.stack(list(map(_balanced, load, placements)))
         if self.counts is not None and self.timer is not None:

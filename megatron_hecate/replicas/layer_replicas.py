@@ -91,7 +91,7 @@ class Replicas:
         return pending
 
     def start(self) -> None:
-        """Begin to fetch the replicas, unless the buffer holds them already."""
+        """Begin to fetch the replicas, unless they are in the buffer."""
         if self.buffer.holds is not self.transfers:
             self.buffer.hold(self.transfers)
             self._fetch(self.transfers)

@@ -46,7 +46,7 @@ class Hook:
         config = getattr(chunks[0], "config", None) if len(chunks) == 1 else None
         if config is not None and not marked and num_chunks(config) > 1:
             # One of several chunks, as from mbridge. They share buffers and iterations, so that
-            # `entry` converts them together, where DDP wraps the first.
+            # `entry` converts all chunks together, where DDP wraps the first.
             REQUEST.add(config, self.config.as_arguments())
             return model
         if not self.config.observe:
@@ -107,7 +107,7 @@ def _homes_group(
 ) -> dist.ProcessGroup | None:
     """Create the process group in which experts change homes. Collective.
 
-    Its ranks are those of all expert-parallel groups that share the experts' gradients.
+    Its ranks are the ranks of all expert-parallel groups that share the experts' gradients.
     """
     if not groups:
         return None

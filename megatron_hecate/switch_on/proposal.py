@@ -182,7 +182,7 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
 def _compile(config: HecateConfig, problems: list[str]) -> None:
     """Compile the kernels, and what ``config`` needs of the planner; append to ``problems``.
 
-    A rank on which this fails in the first forward would leave all others waiting there.
+    A rank on which this fails in the first forward would leave all other ranks waiting there.
     """
     with collect(problems, "planning cannot be compiled"):
         if config.slots or config.rehome:

@@ -257,7 +257,7 @@ def _check_here(capabilities: Sequence[tuple[int, int]]) -> int:
 
 
 def _check_kernels(capabilities: Sequence[tuple[int, int]]) -> bool:
-    """Compile the kernels for CPU ranks and GPUs; return whether those needed here work."""
+    """Compile the kernels for CPU ranks and GPUs; return whether this machine has its own."""
     import torch
 
     from megatron_hecate.device.compile import CompileError, cubin, load_host_library
