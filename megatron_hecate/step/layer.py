@@ -198,16 +198,16 @@ class FSSDPLayer:
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
-        monitor = self.prefetcher.monitor
+        recorder = self.prefetcher.monitor.recorder
         running = state.running
         if running.is_traced:
             with trace.span("experts", state.name):
                 computed = super().routed_experts_compute(*args, **kwargs)
         else:
             computed = super().routed_experts_compute(*args, **kwargs)
-        if monitor.measures and running.purpose is Forward.MICROBATCH:
+        if recorder is not None and recorder.measures and running.purpose is Forward.MICROBATCH:
             sent_tokens = getattr(self.token_dispatcher, "input_splits", None)
-            monitor.computed(state.index, running, sent_tokens)
+            recorder.computed(state.index, running, sent_tokens)
         return computed
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:

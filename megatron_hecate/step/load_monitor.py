@@ -115,7 +115,13 @@ class LoadRecorder(Protocol):
         """Length of the measurements of an iteration."""
 
     def computed(self, layer: int, forward: ForwardPass, sent_tokens: Sequence[int] | None) -> None:
-        """Record a microbatch's forward, see `LoadMonitor.computed`."""
+        """Record a microbatch's forward after the experts of ``layer`` have computed.
+
+        Args:
+            layer: index of the layer.
+            forward: the forward, which has the rows of the experts' input.
+            sent_tokens: tokens from this rank to each rank, where the dispatcher knows the numbers.
+        """
 
     def measured(self) -> np.ndarray:
         """Return this rank's measurements, int64."""
@@ -179,36 +185,14 @@ class LoadMonitor:
                     self._size + num_included, dtype=torch.int64, device=device
                 )
                 self._counts = self._sums[: self._size].view(self._shape).unbind()
-        microbatches = self._microbatches
-        if microbatches is not None:
-            return microbatches.next_of(layer)
+        if self.recorder is not None and self.recorder.counts is not None:
+            return self.recorder.counts.next_of(layer)
         return self._counts[layer]
 
     def count(self, layer: int, loads: Tensor) -> None:
         """Add one microbatch of ``layer``, with this rank's tokens per expert ``loads`` [E]."""
         # `+=` on an item would also copy the result back.
         self.counts(layer, loads.device)[: loads.shape[0]].add_(loads)
-
-    @property
-    def _microbatches(self) -> TokenCounts | None:
-        """Counts of single microbatches, where a recorder needs them."""
-        return None if self.recorder is None else self.recorder.counts
-
-    @property
-    def measures(self) -> bool:
-        """True if a recorder uses the measurements of `computed`."""
-        return self.recorder is not None and self.recorder.measures
-
-    def computed(self, layer: int, forward: ForwardPass, sent_tokens: Sequence[int] | None) -> None:
-        """Record a microbatch's forward after the experts of ``layer`` have computed.
-
-        Args:
-            layer: index of the layer.
-            forward: the forward, which has the rows of the experts' input.
-            sent_tokens: tokens from this rank to each rank, where the dispatcher knows the numbers.
-        """
-        if self.recorder is not None:
-            self.recorder.computed(layer, forward, sent_tokens)
 
     def start_reduce(self) -> bool:
         """Start the all-reduce of this iteration's counts. Collective.
@@ -230,8 +214,8 @@ class LoadMonitor:
         measured.copy_(
             included_tensor.pin_memory() if sums.is_cuda else included_tensor, non_blocking=True
         )
-        if self._microbatches is not None:
-            microbatch_sums = self._microbatches.take()
+        if self.recorder is not None and self.recorder.counts is not None:
+            microbatch_sums = self.recorder.counts.take()
             counts.copy_(microbatch_sums[: self._size])
             rank_counts.copy_(microbatch_sums[self._size :])
         if sums.is_cuda:

@@ -73,7 +73,6 @@ def test_what_ranks_measure_travels_with_the_loads() -> None:
         measures=True,
         counts=None,
         length=1,
-        computed=lambda *_: None,
         measured=lambda: np.array([10 + dist.get_rank()]),
         take=lambda load, measured: taken.append((load.tolist(), measured.tolist())),
     )
@@ -84,7 +83,6 @@ def test_what_ranks_measure_travels_with_the_loads() -> None:
     assert taken == [([[2, 4]], [21])]
     for _ in range(2):  # of two microbatches
         monitor.count(0, torch.tensor([0, 3]))
-        monitor.computed(0, 3, None)
     monitor.finish_reduce()
     assert taken[1:] == [([[0, 12]], [21])]
 
