@@ -21,8 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from megatron_hecate.comm.transport import Copy  # noqa: E402
-from megatron_hecate.nvlink.chunks import MAX_RANKS  # noqa: E402
 from megatron_hecate.nvlink.domains import Domains, Messages, Stages  # noqa: E402
+from megatron_hecate.nvlink.program import MAX_RANKS  # noqa: E402
 
 # elements of a chunk
 ELEMENTS: int = 1_000_000

@@ -65,9 +65,6 @@ class Stages:
             rank: rank whose part is scheduled.
             domains: NVLink domains of the group.
             elements: elements of a chunk.
-
-        Raises:
-            ValueError: see `TransferSchedule.of_fetch`.
         """
         if len(domains) == 1:
             return (TransferSchedule.of_fetch(copies, rank, domain=domains[0], elements=elements),)

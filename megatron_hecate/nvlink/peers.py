@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
-from megatron_hecate.nvlink.chunks import MAX_RANKS
 from megatron_hecate.nvlink.peer_memory import (
     COUNTERS,
     allocate_shared,
@@ -29,7 +28,7 @@ from megatron_hecate.nvlink.peer_memory import (
     free_shared_bytes,
     symmetric_problem,
 )
-from megatron_hecate.nvlink.program import FAILURE, MAX_STEPS, Signals
+from megatron_hecate.nvlink.program import FAILURE, MAX_RANKS, MAX_STEPS, Signals
 
 ARRIVED: int = 4 * MAX_RANKS  # offset of the counters of thread blocks, bytes
 WATCHED: float = 0.1  # seconds between two checks for a failure on a GPU

@@ -30,12 +30,12 @@ from megatron_hecate.nvlink.assembly import (
     Problem,
     assemble,
 )
-from megatron_hecate.nvlink.chunks import MAX_RANKS
 from megatron_hecate.nvlink.places import Place
 from megatron_hecate.nvlink.pulls import INTO_NUMBER, MEMORIES
 from megatron_hecate.nvlink.schedule import TransferSchedule
 from megatron_hecate.plan.compiled import in_turn
 
+MAX_RANKS: int = 72  # ranks of one NVLink domain; the same constant as in kernels/schedule.cuh
 MAX_STEPS: int = 4
 TILE: int = 65536  # bytes
 

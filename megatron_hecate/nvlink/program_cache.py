@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from megatron_hecate.nvlink.chunks import PLANS
+from megatron_hecate.nvlink.chunks import CACHED
 from megatron_hecate.nvlink.program import Extent, Extents, Program, Signals
 from megatron_hecate.nvlink.schedule import TransferSchedule
 
@@ -51,6 +51,6 @@ class Programs:
         )
         programs.append((memory, program))
         del programs[:-TURNS]
-        if len(self._kept) > PLANS:
+        if len(self._kept) > CACHED:
             self._kept.popitem(last=False)
         return program.again(begin)

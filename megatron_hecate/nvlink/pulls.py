@@ -11,8 +11,7 @@ from typing import NamedTuple, get_args
 
 import numpy as np
 
-from megatron_hecate.nvlink.chunks import ChunkTable
-from megatron_hecate.nvlink.exchange import WHOLE
+from megatron_hecate.nvlink.chunks import WHOLE, ChunkTable
 from megatron_hecate.nvlink.places import GRAIN, Memory
 from megatron_hecate.plan.compiled import compiled_if_possible
 

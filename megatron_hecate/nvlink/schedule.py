@@ -76,12 +76,8 @@ class TransferSchedule:
             parts: for chunks that are sent to other domains, the places that their parts must reach
                 in the end; for chunks that were received from another, the places of their parts.
                 A rank has one part of a chunk at most.
-
-        Raises:
-            ValueError: more ranks than the kernels support, an empty chunk, or contradictory
-                copies.
         """
-        chunks = _find_chunks(copies, frozenset(domain), elements, parts)
+        chunks = ChunkTable.of(tuple(copies), frozenset(domain), frozenset(parts))
         return cls._of(pulls.list_fetch_pulls, chunks, rank, elements=elements, parts=parts)
 
     @classmethod
@@ -106,11 +102,8 @@ class TransferSchedule:
             parts: for chunks with replicas in several domains, the places that the sums over this
                 domain's replicas must reach; for chunks without a replica in this domain, the
                 places of the complete sums.
-
-        Raises:
-            ValueError: see `of_fetch`.
         """
-        chunks = _find_chunks(copies, frozenset(domain), elements, parts)
+        chunks = ChunkTable.of(tuple(copies), frozenset(domain), frozenset(parts))
         return cls._of(pulls.list_return_pulls, chunks, rank, elements=elements, parts=parts)
 
     @classmethod
@@ -188,15 +181,6 @@ class TransferSchedule:
         """Return the place that ``row`` writes."""
         memory, index, first = self.rows[row, pulls.INTO : pulls.RANK].tolist()
         return Place(self.rank, MEMORIES[memory], index, first)
-
-
-def _find_chunks(
-    copies: Sequence[Copy], members: frozenset[int], elements: int, parts: Parts
-) -> ChunkTable:
-    """Return the chunks of a transfer. Args and errors as `TransferSchedule.of_fetch`."""
-    if elements < 1:
-        raise ValueError(f"a chunk of {elements} elements cannot be moved")
-    return ChunkTable.of(tuple(copies), members, frozenset(parts))
 
 
 def _encode_parts(parts: Parts, chunks: ChunkTable) -> PartTable:

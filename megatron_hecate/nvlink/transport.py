@@ -20,7 +20,7 @@ from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
-from megatron_hecate.nvlink.chunks import PLANS
+from megatron_hecate.nvlink.chunks import CACHED
 from megatron_hecate.nvlink.domains import Domains, Messages, Stage, Stages
 from megatron_hecate.nvlink.kernel_stage import KernelStage, TransferJob
 from megatron_hecate.nvlink.launch import TransferKernels
@@ -342,7 +342,7 @@ class NVLink:
         return self._programs.make(schedule, own, itemsize=job.itemsize, sums=job.sums, begin=begin)
 
 
-@functools.lru_cache(maxsize=PLANS)
+@functools.lru_cache(maxsize=CACHED)
 def _kept_stages(
     build: Build, copies: tuple[Copy, ...], *, rank: int, domains: Domains, elements: int
 ) -> tuple[Stage, ...]:

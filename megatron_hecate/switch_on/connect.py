@@ -28,9 +28,9 @@ from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
 from megatron_hecate.faults.rendezvous import Question, Verdict
-from megatron_hecate.nvlink.chunks import MAX_RANKS
 from megatron_hecate.nvlink.launch import TransferKernels
 from megatron_hecate.nvlink.peers import Peers
+from megatron_hecate.nvlink.program import MAX_RANKS
 from megatron_hecate.nvlink.selftest import self_test
 from megatron_hecate.nvlink.transport import NVLink
 from megatron_hecate.switch_on.connection import Connection, Group

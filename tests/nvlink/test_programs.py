@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from kernel_scripts import random_copies
 
-from megatron_hecate.nvlink import assembly, chunks, exchange, program, pulls
+from megatron_hecate.nvlink import assembly, chunks, program, pulls
 from megatron_hecate.nvlink.domains import Domains, Messages, Stages
 from megatron_hecate.nvlink.places import Place
 from megatron_hecate.nvlink.program import COPY, SOURCE, SUM, TRANSFER, Program, Signals
@@ -186,7 +186,7 @@ def test_without_numba_it_is_the_same(domains: Domains, monkeypatch: pytest.Monk
     compiled = _everything(domains)
     functions = [
         function
-        for module in (assembly, chunks, exchange, pulls)
+        for module in (assembly, chunks, pulls)
         for function in vars(module).values()
         if isinstance(function, Compiled)
     ]

@@ -79,8 +79,10 @@ class Played:
         )
         for step in range(len(next(iter(plans.values())).steps)):
             written: dict[Cell, tuple] = {}
+            writers: dict[Cell, tuple[int, int]] = {}  # the pull, by rank and number
+            reads: dict[Cell, set[tuple[int, int]]] = {}
             for rank, plan in plans.items():
-                for pull in plan.steps[step]:
+                for number, pull in enumerate(plan.steps[step]):
                     assert pull.into.rank == rank and pull.begin < pull.end
                     for source in (source for source in pull.sources if source.rank != rank):
                         assert source.rank in plan.peers and rank in plans[source.rank].peers
@@ -93,6 +95,11 @@ class Played:
                         assert cell not in written, "written twice in one step"
                         before = self.cells[cell] if pull.add else ()
                         written[cell] = (*before, *(x for part in parts for x in self.cells[part]))
+                        writers[_stored(cell)] = rank, number
+                        for part in parts:
+                            reads.setdefault(_stored(part), set()).add((rank, number))
+            for cell, writer in writers.items():
+                assert reads.get(cell, set()) <= {writer}, "read in the step that writes it"
             self.cells.update(written)
 
     def _deliver(self, stages: tuple[Messages, ...]) -> None:
@@ -109,6 +116,12 @@ class Played:
                 assert (begin, end) == (part.begin, part.end) and part.at.rank == rank
                 self.cells.update(zip(self._cells(part.at, begin, end), values, strict=True))
         assert not any(on_the_way.values())
+
+
+def _stored(cell: Cell) -> Cell:
+    """Parts of sums lie where the gradients do."""
+    rank, memory, index, element = cell
+    return rank, "grad" if memory == "partial" else memory, index, element
 
 
 def _fetch(copies: Sequence[Copy], domains: Domains, elements: int) -> Played:
@@ -236,30 +249,3 @@ def test_ranks_begin_at_different_homes() -> None:
         for rank in range(4)
     ]
     assert [schedule.steps[1][0].sources[0].rank for schedule in schedules] == [1, 2, 3, 0]
-
-
-@pytest.mark.parametrize(
-    ("copies", "ranks", "elements", "message"),
-    [
-        (
-            [],
-            73,
-            1,
-            "73 ranks are too many for one NVLink domain: nvlink supports 72; use transport p2p",
-        ),
-        ([], 2, 0, "a chunk of 0 elements cannot be moved"),
-        ([Copy(0, 0, 0, 0)], 2, 1, r"needs two different ranks of \[0, 1\]"),
-        ([Copy(0, 0, 2, 0)], 2, 1, r"needs two different ranks of \[0, 1\]"),
-        ([Copy(0, 0, 1, 0), Copy(0, 1, 1, 0)], 2, 1, r"a slot is named twice: \(1, 0\)"),
-        (
-            [Copy(0, 0, 1, 0), Copy(0, 0, 1, 1)],
-            2,
-            1,
-            r"a chunk for a rank is named twice: \(0, 0, 1\)",
-        ),
-    ],
-)
-def test_bad_copies(copies: list[Copy], ranks: int, elements: int, message: str) -> None:
-    for build in (TransferSchedule.of_fetch, TransferSchedule.of_return):
-        with pytest.raises(ValueError, match=message):
-            build(copies, 0, domain=range(ranks), elements=elements)
