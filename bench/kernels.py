@@ -90,9 +90,8 @@ class Bench:
     def _launch(self, transfer: str, number: int) -> Callable[[int], None]:
         """Build the launcher of ``transfer`` on one set of buffers."""
         program = self._program(transfer, number)
-        at = torch.empty(len(program.data), dtype=torch.uint8, device=self.device)
-        program.relocate(at.data_ptr())
-        at.copy_(torch.from_numpy(program.data))
+        at = torch.empty(len(program), dtype=torch.uint8, device=self.device)
+        at.copy_(torch.from_numpy(program.at(at.data_ptr(), begin=1)))
         name = "fssdp_gather" if transfer == "spAG" else "fssdp_reduce"
         host = None
         if self.device.type == "cpu":
@@ -118,13 +117,13 @@ class Bench:
         else:
             pull = Pull((Place(0, "slot", 0),), Place(0, "slot", 1), 0, self.elements)
         words = self.words.data_ptr()
+        schedule = TransferSchedule.of_pulls([[pull]], 0)
         return Program(
-            TransferSchedule.of_pulls([[pull]], 0),
-            lambda place: [(memory[place].data_ptr(), self.elements)],
+            schedule,
+            [[(memory[place].data_ptr(), self.elements)] for place in schedule.places],
             signals=Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0),
             itemsize=ITEMSIZE[transfer],
             sums=sums,
-            begin=1,
         )
 
     def moved(self, transfer: str) -> int:

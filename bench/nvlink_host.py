@@ -17,12 +17,12 @@ of each.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 import time
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +34,6 @@ from megatron_hecate.nvlink.chunks import ChunkTable  # noqa: E402
 from megatron_hecate.nvlink.domains import Stages  # noqa: E402
 from megatron_hecate.nvlink.places import Place  # noqa: E402
 from megatron_hecate.nvlink.program import Extent, Program, Signals, compile_programs  # noqa: E402
-from megatron_hecate.nvlink.program_cache import Programs  # noqa: E402
 from megatron_hecate.nvlink.schedule import TransferSchedule  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
 from megatron_hecate.step.forecast import LoadHistory  # noqa: E402
@@ -82,14 +81,14 @@ def placements(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> li
 MEMORIES: tuple[str, ...] = ("parameters", "send", "slot", "grad", "partial", "main_grad")
 
 
-def _own(place: Place) -> list[Extent]:
+def _extents(place: Place) -> tuple[Extent, ...]:
     """List address and elements of this rank's tensors in a place.
 
     An expert has one entry per tensor; a slot of a buffer has one entry for all tensors.
     """
     begin = (MEMORIES.index(place.memory) << 40) + place.index * 4 * sum(TENSORS)
     sizes = TENSORS if place.memory in ("parameters", "main_grad") else (sum(TENSORS),)
-    return [(begin + 4 * sum(sizes[:i]), size) for i, size in enumerate(sizes)]
+    return tuple((begin + 4 * sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
 
 def measure(
@@ -108,23 +107,14 @@ def measure(
     """
     domain = tuple(range(num_ranks))
     found = defaultdict[tuple[str, ...], list[float]](list)
-    apart = {rank: (rank + 1) << 44 for rank in domain}
+    addresses = {rank: (rank + 1) << 44 for rank in domain}
     elements = sum(TENSORS)
     every = num_ranks // 8
-    where: dict[str, Any] = dict(
-        progress_at=apart, arrived=16, failure=32, timeout=1.0, apart=apart
-    )
-    signals = {rank: Signals(rank=rank, **where) for rank in domain}
-    for of_rank in signals.values():
-        # A job has one `Signals` for all transfers, whose cached properties are computed once.
-        Program(
-            TransferSchedule.of_pulls([[]], of_rank.rank),
-            _own,
-            signals=of_rank,
-            itemsize=2,
-            sums=False,
-            begin=1,
-        )
+    # A job has one `Signals` for all transfers, whose cached properties are computed once.
+    signals = [Signals(rank, addresses, 16, 32, timeout=1.0) for rank in domain]
+    for of_rank in signals:
+        nothing = TransferSchedule.of_pulls([[]], of_rank.rank)
+        Program(nothing, [], signals=of_rank, itemsize=2, sums=False)
     builds = {"spAG": Stages.of_fetch, "spRS": Stages.of_return}
     for number, placement in enumerate(placements(num_experts, num_ranks, calls, hot=hot)):
         for rank in range(number % every, num_ranks, every):
@@ -133,16 +123,17 @@ def measure(
             found["plan",].append(time.thread_time() - start)
             # Real ranks are separate processes and cannot share this cache.
             ChunkTable.of.cache_clear()
-            programs = Programs(signals[rank])
+            cached = functools.lru_cache(functools.partial(Program, signals=signals[rank]))
             for direction, build in builds.items():
                 sums = direction == "spRS"
                 start = time.thread_time()
                 (schedule,) = build(copies, rank, domains=(domain,), elements=elements)
                 found["schedule", direction].append(time.thread_time() - start)
-                how: dict[str, Any] = dict(itemsize=4 if sums else 2, sums=sums, begin=7)
                 for step in ("program", "program again"):
                     start = time.thread_time()
-                    programs.make(schedule, _own, **how).relocate(1 << 20)
+                    memory = tuple(map(_extents, schedule.places))
+                    program = cached(schedule, memory, itemsize=4 if sums else 2, sums=sums)
+                    program.at(1 << 20, begin=7)
                     found[step, direction].append(time.thread_time() - start)
     return found
 

@@ -41,13 +41,6 @@ PIECE: int = 5
 # Number of columns of a read of a piece: address, and row of the source.
 READ: int = 2
 
-# Kinds of problems.
-FINE: int = 0
-NO_MEMORY: int = 1  # a place ends before an element
-MISALIGNED: int = 2  # a tensor is not aligned to its elements
-OVERLAP: int = 3  # one step writes memory twice
-OVERWRITTEN: int = 4  # one step reads memory that it writes
-
 
 class MemoryTable(NamedTuple):
     """Memory of the places of a schedule.
@@ -80,22 +73,6 @@ class Format(NamedTuple):
     at: int
 
 
-class Problem(NamedTuple):
-    """Reason why a program cannot be assembled.
-
-    Args:
-        kind: `FINE` or a kind of problem.
-        row: row of the schedule.
-        other: column of the place's number; if two rows contradict each other, the other row.
-        at: element of the chunk; 0 if two rows contradict each other.
-    """
-
-    kind: int
-    row: int
-    other: int
-    at: int
-
-
 class Located(NamedTuple):
     """A tensor of a place: its address, and its elements [begin, end) of the chunk."""
 
@@ -104,22 +81,10 @@ class Located(NamedTuple):
     end: int
 
 
-class Assembly(NamedTuple):
-    """Descriptors of a program.
-
-    Args:
-        words: items of each step, followed by their sources in a spRS.
-        steps: `STEP` of each step, [steps, words].
-        problem: first problem.
-    """
-
-    words: np.ndarray
-    steps: np.ndarray
-    problem: Problem
-
-
 @compiled_if_possible
-def assemble(rows: np.ndarray, num_steps: int, memory: MemoryTable, how: Format) -> Assembly:
+def assemble(
+    rows: np.ndarray, num_steps: int, memory: MemoryTable, how: Format
+) -> tuple[np.ndarray, np.ndarray]:
     """Assemble the descriptors of all steps.
 
     Args:
@@ -127,8 +92,12 @@ def assemble(rows: np.ndarray, num_steps: int, memory: MemoryTable, how: Format)
         num_steps: number of steps.
         memory: memory of the places.
         how: format of the descriptors.
+
+    Returns:
+        Words: items of each step, followed by their sources in a spRS; and the `STEP` of each step,
+        [steps, words].
     """
-    pieces, reads, problem = _resolve(rows, memory, how)
+    pieces, reads = _resolve(rows, memory, how)
     num_words = ITEM * len(pieces)
     if how.sums:
         num_words += SOURCE * len(reads)
@@ -143,8 +112,6 @@ def assemble(rows: np.ndarray, num_steps: int, memory: MemoryTable, how: Format)
             last += 1
         step_pieces = pieces[first:last]
         first = last
-        if problem.kind == FINE:
-            problem = _check(step_pieces, reads, rows, memory, how.itemsize)
         steps[step, 0] = how.at + WORD * size
         items = words[size : size + ITEM * len(step_pieces)].reshape(-1, ITEM)
         size += ITEM * len(step_pieces)
@@ -160,17 +127,15 @@ def assemble(rows: np.ndarray, num_steps: int, memory: MemoryTable, how: Format)
         steps[step, 2] = len(step_pieces) | tiles << 32
         _fill_sources(sources, sum_reads, rows, memory)
         size += SOURCE * len(sum_reads)
-    return Assembly(words, steps, problem)
+    return words, steps
 
 
 @compiled_if_possible
-def _resolve(
-    rows: np.ndarray, memory: MemoryTable, how: Format
-) -> tuple[np.ndarray, np.ndarray, Problem]:
+def _resolve(rows: np.ndarray, memory: MemoryTable, how: Format) -> tuple[np.ndarray, np.ndarray]:
     """Resolve all pulls to addresses, divided where a tensor ends.
 
     Returns:
-        Pieces, [pieces, `PIECE`]; their reads, [reads, `READ`]; first problem.
+        Pieces, [pieces, `PIECE`]; their reads, [reads, `READ`].
     """
     most_pieces, most_reads = _most_pieces(rows, memory)
     pieces = np.empty((most_pieces, PIECE), np.int64)
@@ -183,17 +148,11 @@ def _resolve(
         begin = rows[row, BEGIN]
         while begin < rows[row, END]:
             target = _find(memory, rows[row, INTO_NUMBER], rows[row, INTO_FIRST], begin)
-            kind = _kind_of_problem(target, begin, 0, how.itemsize)
-            if kind != FINE:
-                return pieces[:0], reads[:0], Problem(kind, row, INTO_NUMBER, begin)
             until = min(target.end, rows[row, END])
             for source in range(row, end):
-                distance = memory.by_rank[rows[source, RANK], 0]
                 read = _find(memory, rows[source, FROM_NUMBER], rows[source, FROM_FIRST], begin)
-                kind = _kind_of_problem(read, begin, distance, how.itemsize)
-                if kind != FINE:
-                    return pieces[:0], reads[:0], Problem(kind, source, FROM_NUMBER, begin)
                 until = min(until, read.end)
+                distance = memory.by_rank[rows[source, RANK], 0]
                 source_read = reads[num_reads + source - row]
                 source_read[0] = read.address + distance + (begin - read.begin) * how.itemsize
                 source_read[1] = source
@@ -210,7 +169,7 @@ def _resolve(
                 count += 1
                 num_reads += end - row
         row = end
-    return pieces[:count], reads[:num_reads], Problem(FINE, 0, 0, 0)
+    return pieces[:count], reads[:num_reads]
 
 
 @compiled_if_possible
@@ -241,69 +200,22 @@ def _most_pieces(rows: np.ndarray, memory: MemoryTable) -> tuple[int, int]:
 
 
 @compiled_if_possible
-def _find(memory: MemoryTable, number: int, first: int, byte: int) -> Located:
-    """Find element ``byte`` of a chunk.
+def _find(memory: MemoryTable, number: int, first: int, element: int) -> Located:
+    """Find the tensor with element ``element`` of a chunk in a place.
 
     Args:
         memory: memory of all places.
-        number: number of the place of the chunk.
+        number: number of the place.
         first: element of the chunk with which the place begins.
-        byte: element.
-
-    Returns:
-        The tensor; if the place does not have the element, its end.
+        element: element.
     """
     begin = first
     for tensor in range(memory.begins[number], memory.begins[number + 1]):
         end = begin + memory.tensors[tensor, 1]
-        if begin <= byte < end:
+        if element < end:
             return Located(memory.tensors[tensor, 0], begin, end)
         begin = end
-    return Located(0, begin, begin)
-
-
-@compiled_if_possible
-def _kind_of_problem(tensor: Located, begin: int, distance: int, itemsize: int) -> int:
-    """Return the kind of problem of a tensor on another rank. Args as `_find` and `MemoryTable`."""
-    if not tensor.begin <= begin < tensor.end:
-        return NO_MEMORY
-    if (tensor.address + distance) % itemsize:
-        return MISALIGNED
-    return FINE
-
-
-@compiled_if_possible
-def _check(
-    pieces: np.ndarray, reads: np.ndarray, rows: np.ndarray, memory: MemoryTable, itemsize: int
-) -> Problem:
-    """Return the problem if a step writes memory twice, or reads memory that it writes.
-
-    The destination of a sum may be one of its own sources. Sources on other ranks are never in the
-    memory that this rank writes. A step has a few dozen pieces: each is compared with all others.
-    """
-    begins = pieces[:, ADDRESS]
-    ends = begins + pieces[:, ELEMENTS] * itemsize
-    for index in range(len(pieces)):
-        for earlier_index in range(index):
-            if begins[index] < ends[earlier_index] and begins[earlier_index] < ends[index]:
-                if begins[earlier_index] < begins[index]:
-                    return Problem(OVERLAP, pieces[earlier_index, ROW], pieces[index, ROW], 0)
-                return Problem(OVERLAP, pieces[index, ROW], pieces[earlier_index, ROW], 0)
-    for index in range(len(pieces)):
-        first = pieces[index, FIRST_READ]
-        several = pieces[index, NUM_READS] > 1
-        for read in range(first, first + pieces[index, NUM_READS]):
-            address = reads[read, 0]
-            row = reads[read, 1]
-            if memory.by_rank[rows[row, RANK], 1] != LOCAL:
-                continue
-            if several and address == begins[index]:
-                continue
-            end = address + ends[index] - begins[index]
-            for earlier_index in range(len(pieces)):
-                if address < ends[earlier_index] and begins[earlier_index] < end:
-                    return Problem(OVERWRITTEN, row, pieces[earlier_index, ROW], 0)
-    return Problem(FINE, 0, 0, 0)
+    raise AssertionError("a place has less memory than a chunk")
 
 
 @compiled_if_possible

@@ -6,7 +6,6 @@ import dataclasses
 import time
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from megatron_hecate.comm.collectives import TransferError
@@ -90,12 +89,10 @@ class KernelStage:
 
     def _launch(self, kernels: TransferKernels) -> None:
         """Upload the program and launch it."""
-        program = self.program
         peers = self.peers
         name = "fssdp_reduce" if self.job.sums else "fssdp_gather"
-        table = torch.empty(len(program.data), dtype=torch.uint8, device=peers.device)
         try:
-            kernels.run(name, program, table, met=self.job.mark_begin)
+            kernels.run(name, self.program, begin=self.begin, met=self.job.mark_begin)
         except RuntimeError:
             # With a recorded failure the barrier of the peers timed out, which ends the CUDA
             # context; `run` then raises an error with the reason.

@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,7 +45,7 @@ class TransferKernels(Kernels):
             self.blocks = dict.fromkeys(UNDER_WAY, 1)
 
     def run(
-        self, name: str, program: Program, table: Tensor, *, met: Callable[[], None] = lambda: None
+        self, name: str, program: Program, *, begin: int, met: Callable[[], None] = lambda: None
     ) -> None:
         """Run all steps of a transfer by the kernel ``name``, after a barrier with its peers.
 
@@ -54,11 +55,12 @@ class TransferKernels(Kernels):
         Args:
             name: kernel.
             program: program of the transfer.
-            table: memory for the program on the device, uint8.
+            begin: progress counters before the transfer.
             met: called when the barrier is over, or enqueued.
         """
-        self._upload(program, table)
-        self._synchronize(program, table)
+        table = torch.empty(len(program), dtype=torch.uint8, device=self._device)
+        self._upload(program.at(table.data_ptr(), begin=begin), table)
+        self._synchronize(program.num_ranks, table)
         met()
         self.run_at(name, table)
 
@@ -80,25 +82,23 @@ class TransferKernels(Kernels):
             threads=THREADS,
         )
 
-    def _synchronize(self, program: Program, table: Tensor) -> None:
+    def _synchronize(self, num_ranks: int, table: Tensor) -> None:
         """Tell the peers that this rank has come, and wait for all of them."""
         # One thread per peer.
-        threads = -(-program.ranks // WARP) * WARP
+        threads = -(-num_ranks // WARP) * WARP
         self.launch(
             "fssdp_synchronize", ctypes.c_void_p(table.data_ptr()), blocks=1, threads=threads
         )
 
-    def _upload(self, program: Program, table: Tensor) -> None:
-        """Copy ``program`` to ``table``, on the current stream."""
-        program.relocate(table.data_ptr())
-        size = len(program.data)
+    def _upload(self, data: np.ndarray, table: Tensor) -> None:
+        """Copy a program to ``table``, on the current stream."""
         if self.on_gpu:
             # From pinned memory the copy is asynchronous.
-            pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-            pinned.numpy()[:] = program.data
-            table[:size].copy_(pinned, non_blocking=True)
+            pinned = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
+            pinned.numpy()[:] = data
+            table.copy_(pinned, non_blocking=True)
         else:
-            table.numpy()[:size] = program.data
+            table.numpy()[:] = data
 
 
 def _blocks_on(device: torch.device) -> dict[str, int]:

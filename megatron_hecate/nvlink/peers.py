@@ -79,7 +79,6 @@ class Peers:
             arrived=self._bases[self.rank] + ARRIVED,
             failure=self.failure_record.data_ptr(),
             timeout=timeout,
-            apart=self.apart,
         )
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
         self._reported = False
@@ -127,25 +126,10 @@ class Peers:
             counters.copy_(raised.pin_memory(), non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
-    def address(self, tensor: Tensor, rank: int) -> int:
-        """Return the address of the counterpart of ``tensor`` in the memory of ``rank``.
-
-        Args:
-            tensor: tensor in this rank's buffers.
-            rank: owner of the counterpart.
-        """
-        assert self.holds(tensor), "not in the buffers"
-        return tensor.data_ptr() + self.apart[rank]
-
     def holds(self, tensor: Tensor) -> bool:
         """Return True if ``tensor`` lies in this rank's buffers."""
         offset = tensor.data_ptr() - self._bases[self.rank]
         return offset >= COUNTERS and offset + tensor.nbytes <= self._whole.nbytes
-
-    @functools.cached_property
-    def apart(self) -> dict[int, int]:
-        """Mapped base address of each rank's memory minus the base address of this rank's."""
-        return {rank: base - self._bases[self.rank] for rank, base in self._bases.items()}
 
     @property
     def failure(self) -> np.void | None:

@@ -27,12 +27,12 @@ from megatron_hecate.nvlink.launch import TransferKernels
 from megatron_hecate.nvlink.peers import Peers
 from megatron_hecate.nvlink.places import Place
 from megatron_hecate.nvlink.program import Extent, Program, compile_programs
-from megatron_hecate.nvlink.program_cache import Programs
 from megatron_hecate.nvlink.schedule import TransferSchedule
 
 # Steps after which one transfer signals between all ranks of the domain: a counter that has fallen
 # behind by half of its range would appear to be ahead.
 REFRESH: int = 1 << 30
+PROGRAMS: int = 4096  # programs that are cached: schedules, times the buffers of a layer
 
 Build = Callable[..., tuple[Stage, ...]]
 
@@ -71,7 +71,6 @@ class NVLink:
         self._ended: Future[None] = Future()
         self._ended.set_result(None)
         self._peers: Peers | None = None
-        self._programs: Programs | None = None
         self._sent = torch.empty(0)
         self._stripes = torch.empty(0)
 
@@ -105,7 +104,9 @@ class NVLink:
         self._peers = Peers(
             self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout
         )
-        self._programs = Programs(self._peers.signals)
+        # All microbatches have one plan, and the buffers of a layer take turns.
+        new_program = functools.partial(Program, signals=self._peers.signals)
+        self._program = functools.lru_cache(maxsize=PROGRAMS)(new_program)
         # The counters in the new memory are 0.
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
@@ -118,7 +119,6 @@ class NVLink:
 
     def release(self) -> None:
         self._peers = None
-        self._programs = None
         self._sent = self._sent.new_empty(0)
         self._stripes = self._stripes.new_empty(0)
 
@@ -322,24 +322,24 @@ class NVLink:
             f"{job.rank}: {job.name} failed (timeout {job.timeout:g} s): expected rank {{peer}} "
             f"to finish {schedule.num_steps} steps",
         )
-        program = self._make_program(schedule, job, begin=begin)
+        program = self._make_program(schedule, job)
         stage = KernelStage(job, schedule, program, peers, begin)
         return lambda: stage.run(self._kernels)
 
-    def _make_program(self, schedule: TransferSchedule, job: TransferJob, *, begin: int) -> Program:
+    def _make_program(self, schedule: TransferSchedule, job: TransferJob) -> Program:
         """Create the program of a stage inside the domain."""
         peers = self._memory_of_peers()
 
-        def own(place: Place) -> list[Extent]:
+        def extents(place: Place) -> tuple[Extent, ...]:
             tensors = job.memory(place)
             # Peers have the tensor at the same offset of their buffers, so it must be in ours.
             assert place.memory in ("parameters", "main_grad") or all(map(peers.holds, tensors)), (
                 "not in the buffers"
             )
-            return [(tensor.data_ptr(), tensor.numel()) for tensor in tensors]
+            return tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
 
-        assert self._programs is not None
-        return self._programs.make(schedule, own, itemsize=job.itemsize, sums=job.sums, begin=begin)
+        memory = tuple(map(extents, schedule.places))
+        return self._program(schedule, memory, itemsize=job.itemsize, sums=job.sums)
 
 
 @functools.lru_cache(maxsize=CACHED)

@@ -7,7 +7,6 @@ own signals orders them.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -22,7 +21,7 @@ from kernel_scripts import Script, Setup, one_hot, random_copies
 from mutations import MUTATIONS
 
 from megatron_hecate.device import compile as kernels
-from megatron_hecate.nvlink import launch, program, program_cache
+from megatron_hecate.nvlink import launch, program
 from megatron_hecate.nvlink.places import Place, Pull
 from megatron_hecate.nvlink.program import Program, Signals
 from megatron_hecate.nvlink.schedule import TransferSchedule
@@ -184,33 +183,27 @@ def test_as_many_threads_as_the_kernels_are_made_for() -> None:
 @pytest.mark.parametrize("peer_is_here", [True, False])
 def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
     """Whatever the peer's memory holds, it is read only if the peer has come; and the record says who has not."""
-    words, record = np.zeros(8, np.uint32), np.zeros((), program.FAILURE)
-    theirs, own = np.arange(100, dtype=np.uint16), np.zeros(100, np.uint16)
-    memory = {"send": theirs, "slot": own}
-    words[1] = 4 if peer_is_here else 1  # what the peer has told
+    record = np.zeros((), program.FAILURE)
+    words = np.zeros((2, 128), np.uint32)  # of each rank: counters, and from word 64 on a chunk
+    words[0, 1] = 4 if peer_is_here else 1  # what the peer has told
+    words[1, 64:] = np.arange(64)
+    addresses = words[0].ctypes.data, words[1].ctypes.data
     signals = Signals(
-        0,
-        {0: words.ctypes.data, 1: words[2:].ctypes.data},
-        words[4:].ctypes.data,
-        record.ctypes.data,
-        0.05,
-        apart={1: 0},
+        0, dict(enumerate(addresses)), addresses[0] + 16, record.ctypes.data, timeout=0.05
     )
+    pull = Pull((Place(1, "slot", 0),), Place(0, "slot", 0), 0, 100)
     made = Program(
-        TransferSchedule.of_pulls(
-            [[Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 100)]], 0, peers=frozenset({1})
-        ),
-        lambda place: [(memory[place.memory].ctypes.data, 100)],
+        TransferSchedule.of_pulls([[pull]], 0, peers=frozenset({1})),
+        [[(words[0, 64:].ctypes.data, 100)]],
         signals=signals,
         itemsize=2,
         sums=False,
-        begin=3,
     )
-    launch.TransferKernels(torch.device("cpu")).run(
-        "fssdp_gather", made, torch.empty(len(made.data), dtype=torch.uint8)
+    launch.TransferKernels(torch.device("cpu")).run("fssdp_gather", made, begin=3)
+    assert (words[0, 64:114] == (words[1, 64:114] if peer_is_here else 0)).all()
+    assert words[1, 0] == (4 if peer_is_here else 3), (
+        "what this rank tells: it came, and has finished"
     )
-    assert (own == (theirs if peer_is_here else 0)).all()
-    assert words[2] == (4 if peer_is_here else 3), "what this rank tells: it came, and has finished"
     if not peer_is_here:
         assert (
             record["failed"],
@@ -218,91 +211,3 @@ def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
             record["expected"],
             record["seen"].astype("i4"),
         ) == (1, 1, 0, -2)
-
-
-GRAD, OTHER, TOTAL, NEAR, ODD = (
-    Place(0, "grad", 0),
-    Place(1, "grad", 0),
-    *(Place(0, "main_grad", index) for index in range(3)),
-)
-APART = {1: 0x8000}  # OTHER lies at 0x9000
-EXTENTS = {
-    GRAD: (0x1000, 64),
-    TOTAL: (0x2000, 16),
-    NEAR: (0x1010, 16),
-    ODD: (0x2002, 16),
-}
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize(
-    ("pulls", "message"),
-    [
-        (
-            [Pull((OTHER,), TOTAL, 0, 8), Pull((OTHER,), TOTAL, 4, 12)],
-            r"main_grad.* and .*main_grad.* overlap",
-        ),
-        ([Pull((GRAD,), NEAR, 0, 8)], r"is read in the step that writes .* over it"),
-        (
-            [Pull((OTHER,), ODD, 0, 8)],
-            r"lies at 0x2002, which is not a multiple of its elements' 4 bytes",
-        ),
-        (
-            [Pull((OTHER,), TOTAL, 8, 20)],
-            r"main_grad.* has no memory for element 16 of the chunk, only up to 16",
-        ),
-        ([Pull((GRAD, OTHER), GRAD, 0, 16)], ""),  # a sum in place of one of its sources is fine
-    ],
-)
-def test_bad_descriptors(pulls: list[Pull], message: str) -> None:
-    signals = Signals(
-        rank=0,
-        progress_at={0: 4096, 1: 8192},
-        arrived=4200,
-        failure=4300,
-        timeout=1.0,
-        apart=APART,
-    )
-    schedule = TransferSchedule.of_pulls([pulls], 0, peers=frozenset({1}))
-    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
-        Program(
-            schedule,
-            lambda place: [EXTENTS[place]],
-            signals=signals,
-            itemsize=4,
-            sums=True,
-            begin=1,
-        )
-
-
-@pytest.mark.fast
-def test_programs_that_repeat_are_those_made_anew() -> None:
-    """Two buffers that take turns, and then memory that lies elsewhere. Oracle: `Program`, which keeps nothing."""
-    signals = Signals(
-        rank=0,
-        progress_at={0: 4096, 1: 8192},
-        arrived=4200,
-        failure=4300,
-        timeout=1.0,
-        apart={1: 1 << 20},
-    )
-    pulls = (
-        Pull((Place(1, "send", 0),), Place(0, "slot", 0), 0, 16),
-        Pull((Place(1, "send", 1),), Place(0, "slot", 1), 4, 9),
-    )
-    schedule = TransferSchedule.of_pulls([pulls], 0, peers=frozenset({1}))
-    programs = program_cache.Programs(signals)
-    for begin, base in enumerate((0x1000, 0x9000, 0x1000, 0x9000, 0x5000, 0x1000), 2**32 - 3):
-
-        def own(place: Place, base: int = base) -> list[tuple[int, int]]:
-            return [
-                (base + 64 * place.index + 256 * (place.memory == "slot"), 7),
-                (base + 64 * place.index + 32, 9),
-            ]
-
-        made = programs.make(schedule, own, itemsize=2, sums=False, begin=begin)
-        anew = Program(schedule, own, signals=signals, itemsize=2, sums=False, begin=begin)
-        for at in (1 << 12, 1 << 30):
-            made.relocate(at)
-            anew.relocate(at)
-            assert np.array_equal(made.data, anew.data)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from kernel_scripts import random_copies
 
+from megatron_hecate.comm.transport import Copy
 from megatron_hecate.nvlink import assembly, chunks, program, pulls
 from megatron_hecate.nvlink.domains import Domains, Messages, Stages
 from megatron_hecate.nvlink.places import Place
@@ -54,11 +55,10 @@ class Layout:
     def signals(self) -> Signals:
         return Signals(
             rank=self.rank,
-            progress_at={rank: rank + 1 for rank in self.domain},
+            progress_at={rank: self.base(rank) + (1 << 40) for rank in self.domain},
             arrived=0,
             failure=0,
             timeout=1.0,
-            apart={rank: self.base(rank) for rank in self.domain},
         )
 
     def address(self, place: Place, element: int, itemsize: int) -> int:
@@ -93,21 +93,20 @@ def _expected(schedule: TransferSchedule, layout: Layout, *, sums: bool) -> list
 
 def _moved(made: Program, *, sums: bool) -> list[Moved]:
     """What the descriptors move, and a look at the numbers of their tiles."""
-    transfer = made.data[: TRANSFER.itemsize].view(TRANSFER)[0]
+    data = made.at(0, begin=1)
+    transfer = data[: TRANSFER.itemsize].view(TRANSFER)[0]
     itemsize = ITEMSIZE[sums]
     steps = []
     for step in transfer["steps"][: transfer["num_steps"]]:
         moved: Moved = {}
         dtype = SUM if sums else COPY
         begin, count, tiles = int(step["items"]), int(step["count"]), 0
-        for item in made.data[begin : begin + count * dtype.itemsize].view(dtype):
+        for item in data[begin : begin + count * dtype.itemsize].view(dtype):
             assert item["first_tile"] == tiles
             if sums:
                 first = int(step["sources"]) + int(item["first_source"]) * SOURCE.itemsize
                 last = first + int(item["sources"]) * SOURCE.itemsize
-                sources = [
-                    (int(s["src"]), int(s["rank"])) for s in made.data[first:last].view(SOURCE)
-                ]
+                sources = [(int(s["src"]), int(s["rank"])) for s in data[first:last].view(SOURCE)]
                 elements = int(item["elements"])
                 add = bool(item["flags"])
             else:
@@ -139,11 +138,10 @@ def _programs(
                     continue
                 made = Program(
                     stage,
-                    layout.tensors,
+                    list(map(layout.tensors, stage.places)),
                     signals=layout.signals,
                     itemsize=ITEMSIZE[sums],
                     sums=sums,
-                    begin=1,
                 )
                 yield rank, layout, sums, stage, made
 
@@ -169,6 +167,17 @@ def test_every_element_is_moved(domains: Domains, monkeypatch: pytest.MonkeyPatc
     assert checked > 1000
 
 
+def test_a_program_is_stored_anywhere_and_begins_anywhere() -> None:
+    """Only the addresses of its own steps, and the count at which it begins, differ."""
+    _, _, _, _, made = next(_programs(((0, 1),), [Copy(0, 0, 1, 0)], (5, 9)))
+    one, two = made.at(16, begin=3), made.at(1 << 40, begin=2**32 + 5)
+    headers = [data[: TRANSFER.itemsize].view(TRANSFER)[0] for data in (one, two)]
+    assert [int(header["begin"]) for header in headers] == [3, 5]
+    moved = headers[1]["steps"]["items"] - headers[0]["steps"]["items"]
+    assert set(moved.tolist()) == {(1 << 40) - 16}
+    assert one[TRANSFER.itemsize :].tobytes() == two[TRANSFER.itemsize :].tobytes()
+
+
 def _everything(domains: Domains) -> dict[tuple[int, int, bool], list]:
     """Schedules and the bytes of programs of all ranks, for a few random copies."""
     found = defaultdict(list)
@@ -177,7 +186,7 @@ def _everything(domains: Domains) -> dict[tuple[int, int, bool], list]:
         rng = np.random.default_rng(seed)
         copies = random_copies(rng, ranks=sum(map(len, domains)), slots=3, experts=2)
         for rank, _, sums, stage, made in _programs(domains, copies, (400, 300)):
-            found[seed, rank, sums] += [stage.steps, stage.peers, made.data.tobytes()]
+            found[seed, rank, sums] += [stage.steps, stage.peers, made.at(0, begin=1).tobytes()]
     return found
 
 

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.nvlink import peers
 from megatron_hecate.nvlink.launch import TransferKernels
-from megatron_hecate.nvlink.program import COPY, SOURCE, SUM, TRANSFER, Program
+from megatron_hecate.nvlink.program import COPY, SOURCE, SUM, TRANSFER
 
 GEMMS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_scaled_dot_product")
 PRIVATE = 1 << 56  # addresses of memory that one rank alone sees
@@ -45,14 +45,14 @@ class Recording(TorchDispatchMode):
             tuple[int, int, int, int]
         ] = []  # rank, address here, bytes, where the rank sees it
         self._watched: list[tuple[int, int]] = []
-        self._programs: dict[int, Program] = {}
+        self._programs: dict[int, np.ndarray] = {}
         self._ended: dict[Any, Any] = {}
         self._on = False
         _after(peers.Peers, "__init__", self._buffers)
         _after(
             TransferKernels,
             "_upload",
-            lambda _, program, at: self._programs.__setitem__(at.data_ptr(), program),
+            lambda _, data, at: self._programs.__setitem__(at.data_ptr(), data),
         )
         _after(
             Kernels,
@@ -123,10 +123,10 @@ class Recording(TorchDispatchMode):
     # memory
 
     def _buffers(self, made: peers.Peers, *_: Any, **__: Any) -> None:
-        for rank, base in made._bases.items():
-            self._blocks.append(
-                (rank, base, made._whole.nbytes, len(self._blocks) // len(made._bases) << 40)
-            )
+        bases = made.signals.progress_at.values()
+        number = len(self._blocks) // len(bases)
+        size = peers.COUNTERS + made.buffers.nbytes
+        self._blocks += [(rank, base, size, number << 40) for rank, base in enumerate(bases)]
 
     def _place(self, tensor: Tensor) -> list[Range]:
         if not tensor.numel():
@@ -165,14 +165,18 @@ class Recording(TorchDispatchMode):
         if program is None:
             self._note(name, SMALL)
             return
-        transfer = program.data[: TRANSFER.itemsize].view(TRANSFER)[0]
+        transfer = program[: TRANSFER.itemsize].view(TRANSFER)[0]
         bits = int(transfer["peers"][0]) | int(transfer["peers"][1]) << 64
-        ranks = frozenset(
-            rank for rank, at in program._signals.numbers.items() if bits >> at & 1
-        ) | {self._rank}
+        ranks = frozenset(rank for rank in range(int(transfer["world"])) if bits >> rank & 1) | {
+            self._rank
+        }
         meets = (f"{name} {transfer['begin']}", ranks)
         kind = {"fssdp_gather": "spAG", "fssdp_reduce": "spRS"}.get(name, "")
-        reads, writes = self._moved(program, transfer, sums=kind == "spRS") if kind else ((), ())
+        reads: tuple[Range, ...] = ()
+        writes: tuple[Range, ...] = ()
+        if kind:
+            begin = arguments[0].value
+            reads, writes = self._moved(program, transfer, begin=begin, sums=kind == "spRS")
         self._note(
             f"{kind or name} {transfer['begin']}",
             TRANSFERRED if kind else SMALL,
@@ -183,14 +187,13 @@ class Recording(TorchDispatchMode):
         )
 
     def _moved(
-        self, program: Program, transfer: Any, *, sums: bool
+        self, program: np.ndarray, transfer: Any, *, begin: int, sums: bool
     ) -> tuple[tuple[Range, ...], tuple[Range, ...]]:
         """What a whole transfer reads and writes; what it wrote before it reads it is none of the others' business."""
         reads, writes = [], []
 
         def array(at: int, dtype: np.dtype, count: int) -> np.ndarray:
-            begin = at - program._at
-            return program.data[begin : begin + count * dtype.itemsize].view(dtype)
+            return program[at - begin :][: count * dtype.itemsize].view(dtype)
 
         for step in transfer["steps"][: int(transfer["num_steps"])]:
             if not sums:
@@ -202,9 +205,7 @@ class Recording(TorchDispatchMode):
                 writes.append(self._range(int(item["dst"]), 4 * int(item["elements"])))
                 first, count = int(item["first_source"]), int(item["sources"])
                 for source in array(int(step["sources"]), SOURCE, first + count)[first:]:
-                    reads.append(
-                        self._range(int(source["src"]), program._itemsize * int(item["elements"]))
-                    )
+                    reads.append(self._range(int(source["src"]), 4 * int(item["elements"])))
         return tuple(reads), tuple(writes)
 
     # collectives

@@ -157,25 +157,18 @@ class Script:
                 arrived=self.bases[rank] + self.arrived,
                 failure=self.bases[rank] + self.failure,
                 timeout=20.0,
-                apart={r: self.bases[r] - self.bases[rank] for r in ranks},
             )
             sums, itemsize = (True, 4) if kind == REDUCE else (False, 2)
-            program = Program(
-                steps,
-                self._extents,
-                signals=signals,
-                itemsize=itemsize,
-                sums=sums,
-                begin=self.begin,
-            )
-            program.relocate(self.bases[rank] + self.program)
-            assert len(program.data) <= PROGRAM
+            memory = list(map(self._extents, steps.places))
+            program = Program(steps, memory, signals=signals, itemsize=itemsize, sums=sums)
+            assert len(program) <= PROGRAM
+            data = program.at(self.bases[rank] + self.program, begin=self.begin)
             if steps.peers:
                 self._do(
                     rank,
                     kind,
                     at=self.program,
-                    values=torch.from_numpy(program.data),
+                    values=torch.from_numpy(data),
                     number=self._number,
                 )
         self.begin, self._number = self.begin + steps.num_steps + 1, self._number + 1
