@@ -81,7 +81,7 @@ def _server(packages: str | None) -> forkserver.ForkServer:
 
 
 def ranks(
-    world_size: int,
+    world_size: int | Callable[..., int],
     *,
     timeout: float = 120,
     killed: frozenset[int] = frozenset(),
@@ -90,7 +90,7 @@ def ranks(
     """Decorate a test so that its body runs on every rank of a fresh process group.
 
     Args:
-        world_size: number of processes.
+        world_size: number of processes, or a function of the test's arguments that says it.
         timeout: seconds for the whole test; then the ranks still running are named and killed.
         killed: ranks that the test kills on purpose.
         preload: what the ranks have imported when they start, which takes them 1 to 3 seconds otherwise: ``megatron``;
@@ -101,6 +101,7 @@ def ranks(
     def decorate(body: Callable) -> Callable:
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
+            count = world_size(*args, **kwargs) if callable(world_size) else world_size
             with tempfile.TemporaryDirectory() as folder:
                 errors = _context.SimpleQueue()
                 processes = [
@@ -108,13 +109,13 @@ def ranks(
                         target=_run_rank,
                         daemon=False,  # Megatron's checkpoint writer starts processes of its own
                         args=(
-                            _Rank(body.__module__, body.__name__, rank, world_size, folder),
+                            _Rank(body.__module__, body.__name__, rank, count, folder),
                             args,
                             kwargs,
                             errors,
                         ),
                     )
-                    for rank in range(world_size)
+                    for rank in range(count)
                 ]
                 server = _server(preload(*args, **kwargs) if callable(preload) else preload)
                 with mock.patch.object(
@@ -142,11 +143,9 @@ def ranks(
                             os.killpg(process.pid, signal.SIGKILL)
             if not errors.empty():
                 rank, text = errors.get()
-                raise AssertionError(
-                    f"rank {rank} of {world_size} failed, exit codes {codes}:\n{text}"
-                )
+                raise AssertionError(f"rank {rank} of {count} failed, exit codes {codes}:\n{text}")
             assert not hung, (
-                f"ranks {hung} of {world_size} still running after {timeout} s, exit codes {codes}"
+                f"ranks {hung} of {count} still running after {timeout} s, exit codes {codes}"
             )
             failed = [code for rank, code in enumerate(codes) if rank not in killed and code]
             assert not failed, f"exit codes {codes}"

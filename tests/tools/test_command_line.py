@@ -7,6 +7,8 @@ the job applies to their result; literal lines for wrong words.
 from __future__ import annotations
 
 import json
+import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -61,16 +63,16 @@ def judged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> An
     gpu = SimpleNamespace(major=10, minor=0)
 
     def run(flags: str, *, slots: int = 2) -> list[str]:
-        layout = launch_flags._Layout.of(launch_flags.parse(flags))
+        # a multiple of the ranks that any layout needs
+        ranks = math.prod(map(int, re.findall(r"-parallel-size (\d+)", flags)))
         with monkeypatch.context() as patched:
             # a job's GPU, TransformerEngine and ranks
             patched.setattr(torch.cuda, "get_device_properties", lambda *_: gpu)
             patched.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
             patched.setattr(arguments, "is_te_min_version", lambda *_, **__: True)
             patched.setenv("NVTE_CPU_OFFLOAD_V1", "1")
-            combined = launch_flags.COMBINED in flags or "fsdp" in flags
+            combined = "--overlap-moe-expert-parallel-comm" in flags or "fsdp" in flags
             patched.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32" if combined else "1")
-            ranks = layout.tp * layout.pp * layout.cp * layout.ep * layout.etp
             patched.setenv("WORLD_SIZE", str(ranks))
             words = (
                 f"{launch_flags.TRAINING} {flags} --seq-length 4096 --global-batch-size {8 * ranks}"
