@@ -67,32 +67,17 @@ CASES: dict[str, tuple[Layout, dict[str, Any]]] = {
 QUICK = ("grouped, fused", "accumulated, combined")
 
 
-def _names(num_ranks: int) -> list:
-    names = [name for name, (layout, _) in CASES.items() if layout.num_ranks == num_ranks]
-    return quick(names, [name for name in QUICK if name in names])
-
-
-def _packages(name: str) -> str:
-    return CASES[name][0].packages
-
-
 @pytest.mark.newest
-@pytest.mark.parametrize("name", _names(4))
-@ranks(4, preload=_packages)
-def test_four_ranks(name: str) -> None:
-    _plan_apart(*CASES[name], groups=((2, 3), (0, 1)))
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("name", _names(8))
-@ranks(8, timeout=300)
-def test_pipelines(name: str) -> None:
-    _plan_apart(*CASES[name], groups=((2, 3, 6, 7), (0, 1, 4, 5)))
-
-
-def _plan_apart(layout: Layout, settings: dict[str, Any], groups: Any) -> None:
-    """Compare FSSDP with stock: the ranks of each of ``groups`` in turn have no replicas."""
-
+@pytest.mark.parametrize("name", quick(CASES, QUICK))
+@ranks(
+    lambda name: CASES[name][0].num_ranks,
+    timeout=300,
+    preload=lambda name: CASES[name][0].packages,
+)
+def test_ranks_without_replicas(name: str) -> None:
+    """Compare FSSDP with stock: the ranks of each of two groups in turn have no replicas."""
+    layout, settings = CASES[name]
+    groups = ((2, 3), (0, 1)) if layout.num_ranks == 4 else ((2, 3, 6, 7), (0, 1, 4, 5))
     case, _ = variants.case_of(layout)
     import tiny_gpt
 

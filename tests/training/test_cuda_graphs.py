@@ -91,24 +91,10 @@ class _Moving:
         assert self.tokens[-1] > before, f"no replica computed in a replay: {self.tokens}"
 
 
-def _names(num_ranks: int) -> list:
-    names = [n for n, (_, layout, _) in TRANSFORMER_ENGINE.items() if layout.num_ranks == num_ranks]
-    return quick(names, [name for name in ("router-late", "preprocess") if name in names])
-
-
-@pytest.mark.parametrize("name", _names(2))
-@ranks(2, preload="te")
+@pytest.mark.parametrize("name", quick(TRANSFORMER_ENGINE, ["router-late", "preprocess"]))
+@ranks(lambda name: TRANSFORMER_ENGINE[name][1].num_ranks, preload="te")
 def test_transformer_engines_graphs(name: str) -> None:
-    _compare(*TRANSFORMER_ENGINE[name])
-
-
-@pytest.mark.parametrize("name", _names(4))
-@ranks(4, preload="te")
-def test_four_ranks(name: str) -> None:
-    _compare(*TRANSFORMER_ENGINE[name])
-
-
-def _compare(scopes: tuple[str, ...], layout: Layout, settings: dict[str, Any]) -> None:
+    scopes, layout, settings = TRANSFORMER_ENGINE[name]
     import te_on_cpu
 
     te_on_cpu.install()

@@ -28,33 +28,20 @@ def chosen(name: str, request: pytest.FixtureRequest) -> list[str]:
     return of_layout
 
 
-def _layouts(num_ranks: int) -> list:
-    layouts = {name: layout for name, layout in LAYOUTS.items() if layout.num_ranks == num_ranks}
-    return quick(
-        layouts,
-        [name for name, layout in layouts.items() if layout.quick],
-        oldest=[name for name, layout in layouts.items() if layout.is_for_oldest],
-    )
+LAYOUT_PARAMETERS = quick(
+    LAYOUTS,
+    [name for name, layout in LAYOUTS.items() if layout.quick],
+    oldest=[name for name, layout in LAYOUTS.items() if layout.is_for_oldest],
+)
 
 
-def _packages(name: str, chosen: list[str]) -> str:
-    return LAYOUTS[name].packages
-
-
-@pytest.mark.parametrize("name", _layouts(2))
-@ranks(2, timeout=600, preload=_packages)
-def test_two_ranks(name: str, chosen: list[str]) -> None:
-    _compare(name, chosen)
-
-
-@pytest.mark.parametrize("name", _layouts(4))
-@ranks(4, timeout=600, preload=_packages)
-def test_four_ranks(name: str, chosen: list[str]) -> None:
-    _compare(name, chosen)
-
-
-def _compare(name: str, chosen: list[str]) -> None:
-
+@pytest.mark.parametrize("name", LAYOUT_PARAMETERS)
+@ranks(
+    lambda name, chosen: LAYOUTS[name].num_ranks,
+    timeout=600,
+    preload=lambda name, chosen: LAYOUTS[name].packages,
+)
+def test_layout(name: str, chosen: list[str]) -> None:
     for variant, worst in variants.compare(name, LAYOUTS[name], chosen).items():
         if dist.get_rank() == 0:
             print(

@@ -71,6 +71,7 @@ CASES = {
     "all-but-some-experts": Case(
         lambda step, expert, name: not (expert in (0, 6) and "layers.1." in name)
     ),
+    "edp2": Case(_always(0, 5), model=dict(overlap=True)),
 }
 QUICK = "one-nvlink all-of-rank-1-layer-nvlink in-turn first-linears"
 GROUPED = {
@@ -87,15 +88,9 @@ GROUPED = {
 
 
 @pytest.mark.parametrize("name", quick(CASES, QUICK.split()))
-@ranks(2)
-def test_two_ranks(name: str) -> None:
+@ranks(lambda name: 4 if name == "edp2" else 2)
+def test_sequential_experts(name: str) -> None:
     _compare(name, CASES[name], grouped=False)
-
-
-@pytest.mark.slow
-@ranks(4)
-def test_four_ranks() -> None:
-    _compare("edp2", Case(_always(0, 5), model=dict(overlap=True)), grouped=False)
 
 
 @pytest.mark.newest

@@ -50,25 +50,6 @@ OPTIMIZERS: dict[str, tuple[int, dict, dict, dict]] = {
 }
 
 
-def _names(num_ranks: int) -> list:
-    return quick(
-        [name for name, (size, *_) in OPTIMIZERS.items() if size == num_ranks],
-        ["torch-sgd"] if num_ranks == 2 else [],
-    )
-
-
-@pytest.mark.parametrize("name", _names(2))
-@ranks(2, preload=optimizers_on_cpu.packages)
-def test_two_ranks(name: str) -> None:
-    _compare(name)
-
-
-@pytest.mark.parametrize("name", _names(4))
-@ranks(4, preload=optimizers_on_cpu.packages)
-def test_four_ranks(name: str) -> None:
-    _compare(name)
-
-
 def _case(name: str) -> Any:
     optimizers_on_cpu.install("cpu-offload" if name.startswith("cpu-offload") else name)
     import tiny_gpt
@@ -84,7 +65,9 @@ def _case(name: str) -> Any:
     return case
 
 
-def _compare(name: str) -> None:
+@pytest.mark.parametrize("name", quick(OPTIMIZERS, ["torch-sgd"]))
+@ranks(lambda name: OPTIMIZERS[name][0], preload=optimizers_on_cpu.packages)
+def test_optimizers(name: str) -> None:
     case = _case(name)
     import tiny_gpt
 
