@@ -21,7 +21,7 @@ from megatron_hecate.nvlink.pulls import (
     RANK,
     STEP,
 )
-from megatron_hecate.plan.compiled import compiled_if_possible
+from megatron_hecate.plan.compiled import compiled
 
 LOCAL: int = -1  # counter of a source that needs no wait
 SUMMED: int = 4  # bytes of an element of a sum
@@ -81,7 +81,7 @@ class Located(NamedTuple):
     end: int
 
 
-@compiled_if_possible
+@compiled
 def assemble(
     rows: np.ndarray, num_steps: int, memory: MemoryTable, how: Format
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -130,7 +130,7 @@ def assemble(
     return words, steps
 
 
-@compiled_if_possible
+@compiled
 def _resolve(rows: np.ndarray, memory: MemoryTable, how: Format) -> tuple[np.ndarray, np.ndarray]:
     """Resolve all pulls to addresses, divided where a tensor ends.
 
@@ -172,7 +172,7 @@ def _resolve(rows: np.ndarray, memory: MemoryTable, how: Format) -> tuple[np.nda
     return pieces[:count], reads[:num_reads]
 
 
-@compiled_if_possible
+@compiled
 def _end_of_pull(rows: np.ndarray, row: int) -> int:
     """Return the row after the pull that begins with ``row``."""
     end = row + 1
@@ -181,7 +181,7 @@ def _end_of_pull(rows: np.ndarray, row: int) -> int:
     return end
 
 
-@compiled_if_possible
+@compiled
 def _most_pieces(rows: np.ndarray, memory: MemoryTable) -> tuple[int, int]:
     """Return upper bounds of the number of pieces, and of the number of their reads."""
     pieces = 0
@@ -199,7 +199,7 @@ def _most_pieces(rows: np.ndarray, memory: MemoryTable) -> tuple[int, int]:
     return pieces, reads
 
 
-@compiled_if_possible
+@compiled
 def _find(memory: MemoryTable, number: int, first: int, element: int) -> Located:
     """Find the tensor with element ``element`` of a chunk in a place.
 
@@ -218,7 +218,7 @@ def _find(memory: MemoryTable, number: int, first: int, element: int) -> Located
     raise AssertionError("a place has less memory than a chunk")
 
 
-@compiled_if_possible
+@compiled
 def _fill_copies(
     items: np.ndarray,
     pieces: np.ndarray,
@@ -241,7 +241,7 @@ def _fill_copies(
     return tiles
 
 
-@compiled_if_possible
+@compiled
 def _fill_sums(items: np.ndarray, pieces: np.ndarray, rows: np.ndarray, tile: int) -> int:
     """Fill the `SUM` items of a step; return its tiles."""
     tiles = 0
@@ -257,7 +257,7 @@ def _fill_sums(items: np.ndarray, pieces: np.ndarray, rows: np.ndarray, tile: in
     return tiles
 
 
-@compiled_if_possible
+@compiled
 def _fill_sources(
     sources: np.ndarray, reads: np.ndarray, rows: np.ndarray, memory: MemoryTable
 ) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megatron_hecate.comm.transport import Copy
 from megatron_hecate.nvlink.places import Key
-from megatron_hecate.plan.compiled import compiled_if_possible
+from megatron_hecate.plan.compiled import compiled
 
 CACHED: int = 512  # transfers whose chunks and schedules are cached; two per layer are in use
 WHOLE: int = 1 << 20  # sum of the shares of a chunk
@@ -70,7 +70,7 @@ class ChunkTable(NamedTuple):
         return _group(table, is_member)
 
 
-@compiled_if_possible
+@compiled
 def _group(rows: np.ndarray, is_member: np.ndarray) -> ChunkTable:
     """Group copies by chunk and choose the chunks to exchange.
 
@@ -102,7 +102,7 @@ def _group(rows: np.ndarray, is_member: np.ndarray) -> ChunkTable:
     return ChunkTable(keys, begins, ranks, slots, in_parts, is_member, is_exchanged, shares)
 
 
-@compiled_if_possible
+@compiled
 def _choose_exchanges(
     keys: np.ndarray,
     begins: np.ndarray,
@@ -150,7 +150,7 @@ def _choose_exchanges(
     return is_exchanged, shares
 
 
-@compiled_if_possible
+@compiled
 def _count_whole_chunks(
     keys: np.ndarray,
     begins: np.ndarray,
@@ -178,7 +178,7 @@ def _count_whole_chunks(
     return sends, receives
 
 
-@compiled_if_possible
+@compiled
 def _even_out(load: np.ndarray, ranks: np.ndarray, shares: np.ndarray) -> None:
     """Choose shares of `WHOLE` that level the lowest loads of a chunk's receivers.
 

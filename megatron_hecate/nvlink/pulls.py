@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_hecate.nvlink.chunks import WHOLE, ChunkTable
 from megatron_hecate.nvlink.places import GRAIN, Memory
-from megatron_hecate.plan.compiled import compiled_if_possible
+from megatron_hecate.plan.compiled import compiled
 
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
 PARAMETERS: int = MEMORIES.index("parameters")
@@ -72,7 +72,7 @@ class RankPulls(NamedTuple):
     num_steps: int
 
 
-@compiled_if_possible
+@compiled
 def list_fetch_pulls(chunks: ChunkTable, parts: PartTable, rank: int, elements: int) -> RankPulls:
     """List the pulls of a spAG on rank ``rank``.
 
@@ -127,7 +127,7 @@ def list_fetch_pulls(chunks: ChunkTable, parts: PartTable, rank: int, elements: 
     return RankPulls(rows[:count], _find_peers(chunks, parts, rank), num_steps)
 
 
-@compiled_if_possible
+@compiled
 def list_return_pulls(chunks: ChunkTable, parts: PartTable, rank: int, elements: int) -> RankPulls:
     """List the pulls of a spRS on rank ``rank``. Args as `list_fetch_pulls`."""
     rows = np.zeros((_most_rows(chunks, parts), COLUMNS), np.int64)
@@ -169,7 +169,7 @@ def list_return_pulls(chunks: ChunkTable, parts: PartTable, rank: int, elements:
     return RankPulls(rows[:count], _find_peers(chunks, parts, rank), num_steps)
 
 
-@compiled_if_possible
+@compiled
 def _return_steps(chunks: ChunkTable) -> tuple[int, int]:
     """Return the number of the step that sums on homes, and the number of steps.
 
@@ -189,7 +189,7 @@ def _return_steps(chunks: ChunkTable) -> tuple[int, int]:
     return sums, sums
 
 
-@compiled_if_possible
+@compiled
 def number_places(rows: np.ndarray) -> np.ndarray:
     """List the memory and index of all places in ``rows``, [places, 2], and number the places."""
     indices = 0
@@ -209,7 +209,7 @@ def number_places(rows: np.ndarray) -> np.ndarray:
     return places[:count]
 
 
-@compiled_if_possible
+@compiled
 def _most_rows(chunks: ChunkTable, parts: PartTable) -> int:
     """Return an upper bound of the rows of a rank, which has one part of a chunk at most."""
     count = 0
@@ -220,7 +220,7 @@ def _most_rows(chunks: ChunkTable, parts: PartTable) -> int:
     return count
 
 
-@compiled_if_possible
+@compiled
 def _has_homes(chunks: ChunkTable) -> bool:
     """Return whether the home of a chunk is in the domain."""
     has_home = False
@@ -229,12 +229,12 @@ def _has_homes(chunks: ChunkTable) -> bool:
     return has_home
 
 
-@compiled_if_possible
+@compiled
 def _is_member(chunks: ChunkTable, rank: int) -> bool:
     return 0 <= rank < len(chunks.is_member) and chunks.is_member[rank]
 
 
-@compiled_if_possible
+@compiled
 def _slot_of(chunks: ChunkTable, chunk: int, rank: int) -> int:
     """Return the slot in which ``rank`` receives a chunk, or -1 if it receives none."""
     for copy in range(chunks.begins[chunk], chunks.begins[chunk + 1]):
@@ -243,7 +243,7 @@ def _slot_of(chunks: ChunkTable, chunk: int, rank: int) -> int:
     return -1
 
 
-@compiled_if_possible
+@compiled
 def _read(row: np.ndarray, rank: int, memory: int, index: int) -> None:
     """Set the place that a row reads."""
     row[RANK] = rank
@@ -252,7 +252,7 @@ def _read(row: np.ndarray, rank: int, memory: int, index: int) -> None:
     row[FROM_FIRST] = 0
 
 
-@compiled_if_possible
+@compiled
 def _write(row: np.ndarray, step: int, memory: int, index: int) -> None:
     """Set the step of a row, and the place that it writes."""
     row[STEP] = step
@@ -260,14 +260,14 @@ def _write(row: np.ndarray, step: int, memory: int, index: int) -> None:
     row[INTO_INDEX] = index
 
 
-@compiled_if_possible
+@compiled
 def _write_part(row: np.ndarray, step: int, part: np.ndarray) -> None:
     """Set the step of a row, which writes the place of ``part``."""
     _write(row, step, part[FROM], part[FROM_INDEX])
     row[INTO_FIRST] = part[FROM_FIRST]
 
 
-@compiled_if_possible
+@compiled
 def _read_gradients(rows: np.ndarray, count: int, chunks: ChunkTable, chunk: int) -> int:
     """Set the sources of a sum over all replicas of a chunk; return the new number of rows."""
     for copy in range(chunks.begins[chunk], chunks.begins[chunk + 1]):
@@ -277,7 +277,7 @@ def _read_gradients(rows: np.ndarray, count: int, chunks: ChunkTable, chunk: int
     return count
 
 
-@compiled_if_possible
+@compiled
 def _divide(chunks: ChunkTable, chunk: int, memory: int, elements: int) -> np.ndarray:
     """Divide a chunk among its receiving ranks, into ``memory`` of their slots.
 
@@ -308,7 +308,7 @@ def _divide(chunks: ChunkTable, chunk: int, memory: int, elements: int) -> np.nd
     return parts[:count]
 
 
-@compiled_if_possible
+@compiled
 def _fill_stripe(
     rows: np.ndarray, count: int, step: int, target: np.ndarray, source_row: np.ndarray
 ) -> int:
@@ -333,7 +333,7 @@ def _fill_stripe(
     return count
 
 
-@compiled_if_possible
+@compiled
 def _set_distances(rows: np.ndarray, rank: int, num_ranks: int) -> None:
     """Set the distance of every pull in ``rows`` from rank ``rank``."""
     for index in range(len(rows)):
@@ -343,7 +343,7 @@ def _set_distances(rows: np.ndarray, rank: int, num_ranks: int) -> None:
             rows[index, DISTANCE] = (rows[index, RANK] - rank) % num_ranks
 
 
-@compiled_if_possible
+@compiled
 def _find_peers(chunks: ChunkTable, parts: PartTable, own_rank: int) -> np.ndarray:
     """Return whether rank ``own_rank`` reads from each rank, or is read by it, [ranks]."""
     is_peer = np.zeros(len(chunks.is_member), np.bool_)

@@ -2,7 +2,7 @@
 
 Numba is imported at the first of these calls, so a process that plans nothing (a benchmark of the
 kernels, a job without slots) does not need numba. Where its import fails, that call raises
-``ImportError``: there is no planner without numba. Functions of `compiled_if_possible`, which
+``ImportError``: there is no planner without numba. Functions of `compiled`, which
 transports also call where nothing is planned, then run as plain Python, many times slower.
 
 Machine code is kept in the folder of `code_cache`.
@@ -22,7 +22,7 @@ def compiled(function: Callable) -> Compiled:
     return Compiled(function)
 
 
-def compiled_if_possible(function: Callable) -> Compiled:
+def compiled(function: Callable) -> Compiled:
     """Compile ``function`` as `compiled` does, or call it as it is if numba cannot be imported."""
     return Compiled(function, or_plain=True)
 
