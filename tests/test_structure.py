@@ -108,9 +108,7 @@ def test_imports_point_one_way(path: Path) -> None:
         elif top == "megatron":
             assert {room, module} & WITH_MEGATRON, f"{module} must not import {name}"
         elif room == "plan" or module == "homes.planner":
-            allowed = OF_PLAN | (
-                OF_COMPILED if module in ("plan.compiled", "plan.machine_code") else set()
-            )
+            allowed = OF_PLAN | (OF_COMPILED if module == "plan.compiled" else set())
             assert top in allowed and not name.startswith("torch.distributed"), (
                 f"plan imports {name}"
             )

@@ -13,7 +13,7 @@ The modules, in the order of an iteration:
 | `search` | greedy fill of the slots, and the cost of a plan |
 | `late` | after the gate, from true loads: replicas to add or overwrite; also a local search |
 | `maxflow` | smallest possible largest rank load |
-| `compiled`, `machine_code` | compilation of functions by numba, and its cache of machine code |
+| `compiled` | compilation of functions by numba, and the cache of their machine code |
 
 The holder of each token is chosen on the device, in `routing`.
 """
@@ -47,24 +47,19 @@ __all__ = [
 ]
 
 
-def compile_planner(notice: Callable[[], None] = lambda: None, *, late: bool = True) -> None:
+def compile_planner(notice: Callable[[], None] = lambda: None) -> None:
     """Compile the functions of the planner by planning one small layer.
 
     Afterwards no iteration waits for a compiler.
 
     Args:
         notice: called first if code is not cached, so that compiling takes seconds.
-        late: whether late replicas will be planned.
     """
-    with in_turn(notice):
-        _plan_small_layer(late=late)
-
-
-def _plan_small_layer(*, late: bool) -> None:
     world = World(node=(0, 0, 1, 1))
-    placement = Placement.initial(8, 4, num_slots=1)
+    homes = Placement.initial(8, 4, num_slots=1)
     load = np.array([90, 1, 30, 1, 5, 0, 2, 0])
-    plan = plan_replicas(load, placement, world, cost=CopyCost(near=1.0, far=1.0, crossing=1.0))
-    largest_load(load, plan)
-    if late:
-        add_late_replicas(load, placement, world, cost=CopyCost(), max_copies=2, across_nodes=True)
+    cost = CopyCost(near=1.0, far=1.0, crossing=1.0)
+    with in_turn(notice):
+        placement = plan_replicas(load, homes, world, cost=cost)
+        largest_load(load, placement)
+        add_late_replicas(load, homes, world, cost=cost, max_copies=2, across_nodes=True)

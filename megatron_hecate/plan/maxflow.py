@@ -35,7 +35,7 @@ def largest_load(load: np.ndarray, placement: Placement) -> int:
         ValueError: if the loads have a wrong shape, are negative or are no integers.
     """
     load = placement.checked_load(load)
-    # Without replicas there is one split only. A job without slots then needs no numba.
+    # Without replicas there is one split only. A job without slots then compiles nothing.
     if not placement.num_replicas:
         tokens = np.zeros(placement.num_ranks, np.int64)
         np.add.at(tokens, placement.home, load)

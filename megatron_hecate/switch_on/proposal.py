@@ -186,7 +186,7 @@ def _compile(config: HecateConfig, problems: list[str]) -> None:
     """
     with collect(problems, "planning cannot be compiled"):
         if config.slots or config.rehome:
-            compile_planner(_notice, late=bool(config.late_replicas))
+            compile_planner(_notice)
         if config.rehome:
             compile_home_planner(_notice)
     with collect(problems, f"{socket.gethostname()}: the kernels cannot be compiled"):

@@ -320,10 +320,7 @@ def _check_planner() -> bool:
     try:
         import numba
     except ImportError as error:
-        print(
-            f"planner: numba cannot be imported ({error}); "
-            "without it no replicas are planned, only slots=0 works"
-        )
+        print(f"planner: numba cannot be imported ({error}); nothing is planned without it")
         return False
     from megatron_hecate.homes.planner import compile_home_planner
     from megatron_hecate.nvlink.program import compile_programs

@@ -1,13 +1,11 @@
 """Programs of the transport ``nvlink``, over random copies and tensors.
 
-Oracle: brute force, which looks up the address of every element of every pull; and for compiled code the same code in
-plain Python, as it runs without numba.
+Oracle: brute force, which looks up the address of every element of every pull.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,12 +13,11 @@ import pytest
 from kernel_scripts import random_copies
 
 from megatron_hecate.comm.transport import Copy
-from megatron_hecate.nvlink import assembly, chunks, program, pulls
+from megatron_hecate.nvlink import program, pulls
 from megatron_hecate.nvlink.domains import Domains, Messages, Stages
 from megatron_hecate.nvlink.places import Place
 from megatron_hecate.nvlink.program import COPY, SOURCE, SUM, TRANSFER, Program, Signals
 from megatron_hecate.nvlink.schedule import TransferSchedule
-from megatron_hecate.plan.compiled import Compiled
 
 pytestmark = pytest.mark.fast
 DOMAINS: tuple[Domains, ...] = (
@@ -176,30 +173,3 @@ def test_a_program_is_stored_anywhere_and_begins_anywhere() -> None:
     moved = headers[1]["steps"]["items"] - headers[0]["steps"]["items"]
     assert set(moved.tolist()) == {(1 << 40) - 16}
     assert one[TRANSFER.itemsize :].tobytes() == two[TRANSFER.itemsize :].tobytes()
-
-
-def _everything(domains: Domains) -> dict[tuple[int, int, bool], list]:
-    """Schedules and the bytes of programs of all ranks, for a few random copies."""
-    found = defaultdict(list)
-    chunks.ChunkTable.of.cache_clear()
-    for seed in range(2):
-        rng = np.random.default_rng(seed)
-        copies = random_copies(rng, ranks=sum(map(len, domains)), slots=3, experts=2)
-        for rank, _, sums, stage, made in _programs(domains, copies, (400, 300)):
-            found[seed, rank, sums] += [stage.steps, stage.peers, made.at(0, begin=1).tobytes()]
-    return found
-
-
-@pytest.mark.parametrize("domains", DOMAINS, ids=str)
-def test_without_numba_it_is_the_same(domains: Domains, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = _everything(domains)
-    functions = [
-        function
-        for module in (assembly, chunks, pulls)
-        for function in vars(module).values()
-        if isinstance(function, Compiled)
-    ]
-    assert len(functions) > 10
-    for function in functions:
-        monkeypatch.setitem(function.__dict__, "_callable", function._function)
-    assert _everything(domains) == compiled

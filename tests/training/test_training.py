@@ -15,8 +15,6 @@ import torch
 from layouts import FULL
 from ranks import ranks
 
-from megatron_hecate.comm.agreement import SwitchOnError
-
 
 @ranks(2)
 def test_evaluation_between_steps_changes_nothing() -> None:
@@ -221,27 +219,3 @@ def test_hooks_of_users_fire_once() -> None:
     run.step(2)
     assert layer.fssdp.replicas is not None
     assert fired == ["router", "experts", "layer"]
-
-
-@pytest.mark.newest
-@ranks(2)
-def test_numba_is_needed_by_slots_only() -> None:
-    """Without slots nothing is planned; else switching on names numba."""
-    import tiny_gpt
-
-    from megatron_hecate.plan.compiled import Compiled
-
-    def refuse(function: Any, *args: Any) -> Any:
-        raise ImportError(
-            "planning needs numba, which cannot be imported (Numba needs NumPy 2.4 or less)"
-        )
-
-    Compiled.__call__ = refuse  # type: ignore[method-assign]
-    case = tiny_gpt.initialized()
-    stock = tiny_gpt.train(case)
-    without = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
-    assert tiny_gpt.difference(stock, without) == tiny_gpt.SAME
-    with pytest.raises(
-        SwitchOnError, match=r"planning cannot be compiled: ImportError: planning needs numba"
-    ):
-        tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=2))
