@@ -36,9 +36,6 @@ class CopyCost:
         most: replicas that a rank may hold; ``None`` means its number of slots.
         scatters: whether receivers share the copying and each node receives one copy; otherwise the
             home sends every copy.
-
-    Raises:
-        ValueError: if a cost is negative or NaN, or a contention or ``out`` above 1.
     """
 
     near: float = 0.0
@@ -51,16 +48,6 @@ class CopyCost:
     crossing: float = 0.0
     most: int | None = None
     scatters: bool = True
-
-    def __post_init__(self) -> None:
-        # `asdict` would copy deeply, and a cost is made for each layer in each iteration
-        for name, value in vars(self).items():
-            if value is not None and not value >= 0:
-                raise ValueError(f"{name}={value} must be 0 or more")
-        if max(self.contention, self.out) > 1:
-            raise ValueError(
-                f"contention={self.contention} and out={self.out} must be between 0 and 1"
-            )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -40,25 +40,17 @@ def add_late_replicas(
     Returns:
         The corrected placement, in which kept replicas keep their slots; ``placement`` itself if
         nothing pays.
-
-    Raises:
-        ValueError: for loads that do not fit, a negative limit, or a world with another number of
-            ranks.
     """
-    load = placement.checked_load(load)
-    if world.num_ranks != placement.num_ranks:
-        raise ValueError(f"world has {world.num_ranks} ranks, the placement {placement.num_ranks}")
-    if max_copies < 0:
-        raise ValueError(f"max_copies={max_copies} must be 0 or more")
     routing = 0.0 if placement.num_replicas else cost.routing
     costs = np.array([cost.near, cost.far if across_nodes else np.inf, routing, cost.computing])
     limits = (max_copies, placement.slots_per_rank, placement.table.size, min(cost.near, costs[1]))
+    tokens = np.ascontiguousarray(load, dtype=np.int64)
     table = overwrite(
-        load, placement.home.copy(), placement.table.copy(), world.node_index, costs, limits
+        tokens, placement.home.copy(), placement.table.copy(), world.node_index, costs, limits
     )
     if np.array_equal(table, placement.table):
         return placement
-    return Placement.trusted(placement.home, table)
+    return Placement(placement.home, table)
 
 
 @compiled

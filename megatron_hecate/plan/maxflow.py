@@ -30,11 +30,8 @@ def largest_load(load: np.ndarray, placement: Placement) -> int:
 
     Returns:
         Tokens of the fullest rank, exact.
-
-    Raises:
-        ValueError: if the loads have a wrong shape, are negative or are no integers.
     """
-    load = placement.checked_load(load)
+    load = np.ascontiguousarray(load, dtype=np.int64)
     # Without replicas there is one split only. A job without slots then compiles nothing.
     if not placement.num_replicas:
         tokens = np.zeros(placement.num_ranks, np.int64)

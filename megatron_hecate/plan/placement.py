@@ -32,39 +32,17 @@ EMPTY = -1
 class Placement:
     """Homes and replicas of one layer. Immutable; `with_replicas` makes a new placement.
 
+    Planning time counts, so nothing is validated here: development mode and tests call `check`.
+
     Args:
         home: [E] int, the rank that owns each expert.
         table: [R, P] int, the expert in each physical slot, or ``EMPTY``.
-
-    Raises:
-        ValueError: if an expert is not held exactly once by its home, a rank holds an expert twice,
-            or an expert or rank does not exist.
     """
 
     home: np.ndarray
     table: np.ndarray
 
     def __post_init__(self) -> None:
-        num_ranks, _ = self.table.shape
-        if not ((self.home >= 0) & (self.home < num_ranks)).all():
-            raise ValueError(f"home must name ranks 0 to {num_ranks - 1}, got {self.home.tolist()}")
-        if not ((self.table == EMPTY) | ((self.table >= 0) & (self.table < len(self.home)))).all():
-            raise ValueError(
-                f"table must name experts 0 to {len(self.home) - 1} or {EMPTY}, "
-                f"got {self.table.tolist()}"
-            )
-        for rank in range(num_ranks):
-            experts = self.table[rank][self.table[rank] != EMPTY]
-            if len(set(experts.tolist())) != len(experts):
-                raise ValueError(
-                    f"rank {rank} holds an expert twice: slots {self.table[rank].tolist()}"
-                )
-        for expert, rank in enumerate(self.home.tolist()):
-            if expert not in self.table[rank]:
-                slots = self.table[rank].tolist()
-                raise ValueError(
-                    f"expert {expert} has its home on rank {rank}, whose slots are {slots}"
-                )
         self.home.setflags(write=False)
         self.table.setflags(write=False)
 
@@ -104,40 +82,11 @@ class Placement:
         Args:
             replicas: (expert, rank) pairs; each takes the rank's lowest free slot, in the given
                 order.
-
-        Raises:
-            ValueError: if a rank has no free slot, already holds the expert, or an expert or rank
-                does not exist.
         """
         table = np.where(self.is_replica, EMPTY, self.table)
         for expert, rank in replicas:
-            if not (0 <= expert < self.num_experts and 0 <= rank < self.num_ranks):
-                raise ValueError(
-                    f"no expert {expert} or no rank {rank}: "
-                    f"there are {self.num_experts} and {self.num_ranks}"
-                )
-            free = np.flatnonzero(table[rank] == EMPTY)
-            if not len(free):
-                raise ValueError(
-                    f"no slot left on rank {rank} for a replica of expert {expert}: "
-                    f"{table[rank].tolist()}"
-                )
-            table[rank, free[0]] = expert
-        return Placement(home=self.home.copy(), table=table)
-
-    @classmethod
-    def trusted(cls, home: np.ndarray, table: np.ndarray) -> Placement:
-        """Make a placement without validation, because planning time counts.
-
-        For planners, whose rules keep a placement valid. `check` validates it in tests and in
-        development mode.
-        """
-        placement = object.__new__(cls)
-        object.__setattr__(placement, "home", home)
-        object.__setattr__(placement, "table", table)
-        home.setflags(write=False)
-        table.setflags(write=False)
-        return placement
+            table[rank, np.flatnonzero(table[rank] == EMPTY)[0]] = expert
+        return Placement(home=self.home, table=table)
 
     @cached_property
     def homes_only(self) -> Placement:
@@ -178,30 +127,6 @@ class Placement:
     def num_replicas(self) -> int:
         return int(self.is_replica.sum())
 
-    @cached_property
-    def replicas(self) -> tuple[tuple[int, int, int], ...]:
-        """(expert, rank, slot) of every replica, sorted: the order of all transports."""
-        rank, slot = np.nonzero(self.is_replica)
-        expert = self.table[rank, slot]
-        return tuple(sorted(zip(expert.tolist(), rank.tolist(), slot.tolist(), strict=True)))
-
-    def checked_load(self, load: np.ndarray) -> np.ndarray:
-        """Validate a user's ``load``, tokens per expert; return it as contiguous [E] int64.
-
-        Raises:
-            ValueError: for a wrong shape, a dtype that is no integer, or a negative count.
-        """
-        load = np.asarray(load)
-        if load.shape != (self.num_experts,):
-            raise ValueError(
-                f"load has shape {load.shape}, expected [{self.num_experts}], one count per expert"
-            )
-        if not np.issubdtype(load.dtype, np.integer):
-            raise ValueError(f"load has dtype {load.dtype}, expected integers; round it first")
-        if load.min() < 0:
-            raise ValueError(f"load must be 0 or more, got {load.min()} for expert {load.argmin()}")
-        return np.ascontiguousarray(load, dtype=np.int64)
-
     @property
     def fingerprint(self) -> int:
         """Signed 64-bit hash (BLAKE2b) of ``home`` and ``table``.
@@ -216,7 +141,7 @@ class Placement:
         return int.from_bytes(digest.digest(), "big", signed=True)
 
     def check(self, *, num_slots: int | None = None) -> None:
-        """Validate a placement made by `trusted`; recompute its views from ``home`` and ``table``.
+        """Check that each home holds its expert, and no rank holds an expert twice.
 
         Args:
             num_slots: most replicas of a rank; ``None`` for no limit.
@@ -225,26 +150,25 @@ class Placement:
             AssertionError: for a bug of ours; the message names the experts, ranks and values.
         """
         # Explicit raises, not ``assert``: development mode must check under ``python -O``, too.
-        for name in ("home", "table"):
-            if not np.issubdtype((dtype := getattr(self, name).dtype), np.integer):
-                raise AssertionError(f"{name} must be integers, got dtype {dtype}")
-        try:
-            fresh = Placement(home=self.home.copy(), table=self.table.copy())
-        except ValueError as error:
-            raise AssertionError(str(error)) from error
-        num_replicas = fresh.is_replica.sum(axis=1)
-        max_replicas = num_replicas.max() if num_slots is None else num_slots
-        for rank in np.flatnonzero(num_replicas > max_replicas):
-            raise AssertionError(
-                f"rank {rank} holds {num_replicas[rank]} replicas, num_slots={num_slots}: "
-                f"slots {fresh.table[rank].tolist()}"
-            )
-        # The views are cached. A plan built on a stale view would send tokens to ranks that do not
-        # hold the expert.
-        for expert, rank in np.argwhere(self.holders != fresh.holders):
-            raise AssertionError(
-                f"holders[{expert}, {rank}] is {bool(self.holders[expert, rank])}, "
-                f"but rank {rank} has slots {fresh.table[rank].tolist()}"
-            )
-        if self.replicas != fresh.replicas:
-            raise AssertionError(f"replicas are {self.replicas}, the table says {fresh.replicas}")
+        for name, lowest, limit in (
+            ("home", 0, self.num_ranks),
+            ("table", EMPTY, self.num_experts),
+        ):
+            numbers = getattr(self, name)
+            if not ((numbers >= lowest) & (numbers < limit)).all():
+                raise AssertionError(
+                    f"{name} must be {lowest} to {limit - 1}, got {numbers.tolist()}"
+                )
+        for rank, slots in enumerate(self.table.tolist()):
+            experts = [expert for expert in slots if expert != EMPTY]
+            homes = np.flatnonzero(self.home == rank).tolist()
+            if len(set(experts)) < len(experts) or not set(homes) <= set(experts):
+                raise AssertionError(
+                    f"rank {rank}, home of experts {homes}, must hold each of them, and no expert "
+                    f"twice: slots {slots}"
+                )
+            if num_slots is not None and len(experts) - len(homes) > num_slots:
+                raise AssertionError(
+                    f"rank {rank} holds {len(experts) - len(homes)} replicas, "
+                    f"num_slots={num_slots}: slots {slots}"
+                )

@@ -59,18 +59,8 @@ def plan_replicas(
 
     Returns:
         ``homes`` with the planned replicas; without replicas if none pay.
-
-    Raises:
-        ValueError: for a forecast of the wrong length or with NaN, infinite or negative values, or
-            a world with another number of ranks.
     """
     forecast = np.ascontiguousarray(forecast, dtype=np.float64)
-    if forecast.shape != homes.home.shape:
-        raise ValueError(f"forecast has shape {forecast.shape}, expected [{homes.num_experts}]")
-    if world.num_ranks != homes.num_ranks:
-        raise ValueError(f"world has {world.num_ranks} ranks, the placement {homes.num_ranks}")
-    if not (np.isfinite(forecast).all() and forecast.min() >= 0):
-        raise ValueError(f"forecast must be finite and 0 or more, got {forecast.tolist()}")
     homes_only = homes.homes_only
     num_slots = int((homes_only.table == EMPTY).sum(axis=1).max())
     if cost.most is not None:
@@ -87,7 +77,7 @@ def plan_replicas(
             homes_only.home, candidate.home
         ):
             return candidate
-    return Placement.trusted(homes_only.home, table)
+    return Placement(homes_only.home, table)
 
 
 def problem_of(homes_only: Placement, world: World, cost: CopyCost) -> Problem:

@@ -167,17 +167,10 @@ class World:
         node: [R] node index of each rank; ranks of one node share a fast link. Any integers in any
             order; nodes may have different numbers of ranks.
         speeds: speeds of links and cores.
-
-    Raises:
-        ValueError: if there is no rank.
     """
 
     node: tuple[int, ...]
     speeds: Speeds = H100
-
-    def __post_init__(self) -> None:
-        if not self.node:
-            raise ValueError("an FSSDP group needs at least one rank, got node=()")
 
     @classmethod
     def from_names(cls, names: Sequence[str], speeds: Speeds = H100) -> World:

@@ -235,7 +235,7 @@ def _slots(placement: Placement, slots: int) -> np.ndarray:
 
 def _balanced(load: np.ndarray, placement: Placement) -> np.ndarray:
     """Return the tokens of each rank by exact quotas, [N], for the ``load`` [E] of a layer."""
-    total = placement.checked_load(load[: placement.num_experts])
+    total = np.ascontiguousarray(load[: placement.num_experts], dtype=np.int64)
     return balance(total, placement.table.copy(), 0, False).load
 
 

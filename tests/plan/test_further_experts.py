@@ -50,7 +50,7 @@ MEASURED = {
 
 
 def _held(placement: Placement) -> int:
-    return int(np.bincount([rank for _, rank, _ in placement.replicas], minlength=RANKS).max())
+    return int(placement.is_replica.sum(axis=1).max())
 
 
 def _fullest(load: np.ndarray, placement: Placement) -> int:

@@ -73,16 +73,3 @@ def test_a_thousand_ranks() -> None:
     load = np.random.default_rng(0).integers(900, 1100, 1024)
     assert largest_load(load, placement) >= -(-load.sum() // 1024)
     assert largest_load(load, placement) <= 1.01 * load.mean()
-
-
-@pytest.mark.parametrize(
-    ("load", "message"),
-    [
-        ([1, 2, 3], r"load has shape \(3,\), expected \[2\]"),
-        ([1.0, 2.0], "load has dtype float64, expected integers"),
-        ([1, -2], "load must be 0 or more, got -2 for expert 1"),
-    ],
-)
-def test_loads_that_cannot_be(load: list, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        largest_load(np.array(load), Placement.initial(2, 2, num_slots=0))

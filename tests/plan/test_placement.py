@@ -26,8 +26,6 @@ def test_ranks_of_one_machine_share_a_node() -> None:
     assert World.from_names(["x"], CPU).speeds == CPU and World((0, 0)).speeds == H100
     scattered = World(node=(7, -2, 7, 0, -2))
     assert scattered.num_nodes == 3 and scattered.node_index.tolist() == [2, 0, 2, 1, 0]
-    with pytest.raises(ValueError, match=r"node=\(\)"):
-        World.from_names([])
 
 
 @pytest.mark.parametrize(
@@ -111,7 +109,7 @@ def test_initial_is_megatrons_partition() -> None:
     assert placement.home.tolist() == [0, 0, 1, 1, 2, 2]
     assert placement.table.tolist() == [[0, 1, -1, -1], [2, 3, -1, -1], [4, 5, -1, -1]]
     assert (placement.num_experts, placement.num_ranks, placement.slots_per_rank) == (6, 3, 4)
-    assert placement.replicas == () and not placement.is_replica.any()
+    assert placement.num_replicas == 0 and not placement.is_replica.any()
     for num_experts, num_ranks, num_slots in ((4, 4, 0), (4, 4, 3), (8, 1, 0), (64, 8, 56)):
         table = Placement.initial(num_experts, num_ranks, num_slots=num_slots).table
         assert table.shape == (num_ranks, num_experts // num_ranks + num_slots)
@@ -137,8 +135,6 @@ def test_impossible_partitions_say_what_is_possible(
 def test_replicas_take_the_lowest_free_slot_in_the_given_order() -> None:
     placement = Placement.initial(6, 3, num_slots=2).with_replicas([(5, 0), (0, 2), (3, 0), (0, 1)])
     assert placement.table.tolist() == [[0, 1, 5, 3], [2, 3, 0, -1], [4, 5, 0, -1]]
-    # by expert, then rank
-    assert placement.replicas == ((0, 1, 2), (0, 2, 2), (3, 0, 3), (5, 0, 2))
     assert placement.num_replicas == 4
     assert placement.is_replica.astype(int).tolist() == [[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 0]]
     holders = [[1, 1, 1], [1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 1], [1, 0, 1]]
@@ -155,55 +151,41 @@ def test_with_replicas_replaces_the_replicas_and_leaves_the_original() -> None:
     assert second.with_replicas(()).table.tolist() == bare.table.tolist()
 
 
-@pytest.mark.parametrize(
-    ("replicas", "message"),
-    [
-        ([(0, 1), (1, 1)], r"no slot left on rank 1 for a replica of expert 1: \[2, 3, 0\]"),
-        # its own expert
-        ([(2, 1)], r"rank 1 holds an expert twice: slots \[2, 3, 2\]"),
-        ([(9, 1)], "no expert 9 or no rank 1: there are 4 and 2"),
-        # which means an empty slot in the table
-        ([(-1, 1)], "no expert -1 or no rank 1: there are 4 and 2"),
-        ([(0, 2)], "no expert 0 or no rank 2: there are 4 and 2"),
-    ],
-)
-def test_replicas_that_cannot_be_placed(replicas: list[tuple[int, int]], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Placement.initial(4, 2, num_slots=1).with_replicas(replicas)
-
-
 def test_homes_may_be_uneven() -> None:
     """Three ranks, homes 0 / 3 / 1, as when homes have moved; and a replica's slot below a home's."""
     home, table = [1, 1, 2, 1], [[-1, -1, -1, -1], [0, 1, 3, -1], [2, -1, -1, -1]]
     moved = Placement(home=np.array(home), table=np.array(table))
     placement = moved.with_replicas([(2, 0), (0, 2), (0, 0), (2, 1)])
     assert placement.table.tolist() == [[2, 0, -1, -1], [0, 1, 3, 2], [2, 0, -1, -1]]
-    assert placement.replicas == ((0, 0, 1), (0, 2, 1), (2, 0, 0), (2, 1, 3))
+    assert placement.is_replica.tolist() == [
+        [True, True, False, False],
+        [False] * 3 + [True],
+        [False, True, False, False],
+    ]
     assert placement.with_replicas(()).table.tolist() == table
     below = Placement(home=np.array([0, 1]), table=np.array([[1, 0], [-1, 1]]))
-    assert below.replicas == ((1, 0, 0),)
+    assert below.is_replica.tolist() == [[True, False], [False, False]]
     assert below.with_replicas([(0, 1)]).table.tolist() == [[-1, 0], [0, 1]]
 
 
 @pytest.mark.parametrize(
     ("home", "table", "message"),
     [
-        ([0, 0], [[0], [1]], r"expert 1 has its home on rank 0, whose slots are \[0\]"),
-        ([0, 1], [[0, -1], [0, -1]], r"expert 1 has its home on rank 1, whose slots are \[0, -1\]"),
-        ([0, 1], [[0, 0], [1, -1]], r"rank 0 holds an expert twice: slots \[0, 0\]"),
-        ([0, 2], [[0], [1]], r"home must name ranks 0 to 1, got \[0, 2\]"),
-        ([0, -1], [[0], [1]], r"home must name ranks 0 to 1, got \[0, -1\]"),
-        ([0, 1], [[0, 2], [1, -1]], r"table must name experts 0 to 1 or -1, got \[\[0, 2\], \[1, -1\]\]"),
-        ([0, 1], [[0, -2], [1, -1]], r"table must name experts 0 to 1 or -1, got \[\[0, -2\], \[1, -1\]\]"),
+        ([0, 0], [[0], [1]], r"rank 0, home of experts \[0, 1\], must hold each .* twice: slots \[0\]"),
+        ([0, 1], [[0, -1], [0, -1]], r"rank 1, home of experts \[1\], must .* slots \[0, -1\]"),
+        ([0, 1], [[0, 0], [1, -1]], r"rank 0, home of experts \[0\], must .* slots \[0, 0\]"),
+        ([0, 1], [[0, 1], [1, 1]], r"rank 1, home of experts \[1\], must .* slots \[1, 1\]"),
+        ([0, 2], [[0], [1]], r"home must be 0 to 1, got \[0, 2\]"),
+        ([0, -1], [[0], [1]], r"home must be 0 to 1, got \[0, -1\]"),
+        ([0, 1], [[0, 2], [1, -1]], r"table must be -1 to 1, got \[\[0, 2\], \[1, -1\]\]"),
+        ([0, 1], [[0, -2], [1, -1]], r"table must be -1 to 1, got \[\[0, -2\], \[1, -1\]\]"),
     ],
 )  # fmt: skip
-def test_tables_that_contradict_the_homes(home: list, table: list, message: str) -> None:
-    """Refused by the constructor, and found by the checker where nobody has looked."""
-    arrays = np.array(home), np.array(table)
-    with pytest.raises(ValueError, match=message):
-        Placement(home=arrays[0], table=arrays[1])
+def test_the_checker_finds_tables_that_contradict_the_homes(
+    home: list, table: list, message: str
+) -> None:
     with pytest.raises(AssertionError, match=message):
-        Placement.trusted(*arrays).check()
+        Placement(home=np.array(home), table=np.array(table)).check()
 
 
 def _placement() -> Placement:
@@ -211,16 +193,11 @@ def _placement() -> Placement:
     return Placement(home=np.array([0, 0, 1, 1]), table=np.array([[0, 1, -1], [2, 3, 0]]))
 
 
-def test_the_checker_counts_slots_and_finds_stale_views() -> None:
+def test_the_checker_counts_slots() -> None:
     _placement().check(num_slots=1)
     _placement().homes_only.check(num_slots=0)
     with pytest.raises(AssertionError, match="rank 1 holds 1 replicas, num_slots=0"):
         _placement().check(num_slots=0)
-    stale = _placement()
-    stale.__dict__["holders"] = np.zeros((4, 2), dtype=bool)
-    message = r"holders\[0, 0\] is False, but rank 0 has slots \[0, 1, -1\]"
-    with pytest.raises(AssertionError, match=message):
-        stale.check()
 
 
 def test_a_placement_is_immutable() -> None:
@@ -241,11 +218,11 @@ def test_the_fingerprint_is_of_the_values_alone() -> None:
         for place in np.ndindex(getattr(_placement(), name).shape):
             arrays = {"home": _placement().home.copy(), "table": _placement().table.copy()}
             arrays[name][place] += 1
-            assert Placement.trusted(**arrays).fingerprint != _placement().fingerprint
+            assert Placement(**arrays).fingerprint != _placement().fingerprint
     # the same bytes in another shape
     two, three = [[0, 1], [-1, -1], [-1, -1]], [[0, 1, -1], [-1, -1, -1]]
     home = np.array([0, 0])
-    shapes = [Placement.trusted(home, np.array(table)).fingerprint for table in (two, three)]
+    shapes = [Placement(home, np.array(table)).fingerprint for table in (two, three)]
     assert shapes[0] != shapes[1]
     with pytest.raises(TypeError, match="float64"):
-        print(Placement.trusted(np.array([0.0]), np.array([[0.0]])).fingerprint)
+        print(Placement(np.array([0.0]), np.array([[0.0]])).fingerprint)

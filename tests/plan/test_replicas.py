@@ -116,20 +116,6 @@ def test_nodes_without_the_expert_come_first_where_that_pays() -> None:
     assert not (dear.holders[:4, 4:].any() or dear.holders[4:, :4].any())
 
 
-@pytest.mark.parametrize(
-    ("forecast", "world", "message"),
-    [
-        (np.ones(3), World((0, 0)), r"forecast has shape \(3,\), expected \[4\]"),
-        (np.array([1, 2, np.nan, 3]), World((0, 0)), "forecast must be finite and 0 or more"),
-        (np.array([1, 2, -1, 3]), World((0, 0)), "forecast must be finite and 0 or more"),
-        (np.ones(4), World((0, 0, 0)), "world has 3 ranks, the placement 2"),
-    ],
-)
-def test_what_cannot_be_planned(forecast: np.ndarray, world: World, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        plan_replicas(forecast, Placement.initial(4, 2, num_slots=1), world, cost=FREE)
-
-
 def test_without_tokens_or_slots_there_is_nothing_to_copy() -> None:
     homes = Placement.initial(4, 2, num_slots=1)
     assert plan_replicas(np.zeros(4), homes, World((0, 0)), cost=FREE) is homes.homes_only

@@ -151,7 +151,7 @@ def test_every_layer_replicates_its_own_hottest_expert() -> None:
     case = tiny_gpt.initialized(accumulate=4, skew=4.0, settings=(("num_layers", 3),))
     run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1))
     replicated = [
-        [e for e, _, _ in layer.fssdp.placement.replicas]
+        sorted(layer.fssdp.placement.table[layer.fssdp.placement.is_replica].tolist())
         for layer in tiny_gpt.moe_layers(run.chunks)
     ]
     assert replicated == [[0], [5], [2]], replicated
