@@ -286,13 +286,3 @@ def test_a_thousand_ranks() -> None:
     assert (
         largest(tokens, order) <= least_largest(loads.sum(axis=0), placement) * (1 + 1 / 4096) + 1
     )
-
-
-def test_what_cannot_be_is_refused() -> None:
-    placement = Placement.initial(4, 4, num_slots=0)
-    with pytest.raises(ValueError, match=r"source_rank must name ranks 0 to 1, got \(0, 2\)"):
-        GroupShape(World((0, 0)), 4, 2, (0, 2))
-    with pytest.raises(ValueError, match="the group has 2 ranks of 1 slots, the placement 4 of 1"):
-        HolderOrder.of(placement, GroupShape(World((0, 0)), 4, 1, (0, 1)))
-    with pytest.raises(ValueError, match="loads must be 0 to 2147483647, got 0 to 2147483648"):
-        solve(np.array([[0, 2**31]]), Placement.initial(2, 1, num_slots=0), World((0,)))
