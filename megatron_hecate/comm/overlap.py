@@ -35,7 +35,6 @@ class OverlapMeter:
         self.window: float | None = None  # seconds from attention to experts, agreed
         self.copy: float | None = None  # seconds of one copy, agreed
         self._watches: dict[int, Stopwatch] = {}  # stopwatch of the window, by layer
-        self._open: set[int] = set()  # layers whose window has not ended
         self._copies: list[tuple[Transfer, int]] = []
         self._iteration = 0  # iterations with replicas since copies were last timed
         self._window_then: float | None = None
@@ -44,13 +43,12 @@ class OverlapMeter:
         """Start the window of ``layer``: its attention is next, in the first microbatch."""
         self._watches[layer] = Stopwatch(device)
         self._watches[layer].mark("begin")
-        self._open.add(layer)
 
     def routed(self, layer: int) -> None:
         """End the window of ``layer``: its tokens are dispatched next."""
-        if layer in self._open:
-            self._open.remove(layer)
-            self._watches[layer].mark("end")
+        watch = self._watches.get(layer)
+        if watch is not None and not watch.ended:
+            watch.mark("end")
 
     @property
     def times_copies(self) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import Future
+from typing import Any
 
 import torch
 
@@ -158,39 +159,35 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._events: dict[str, torch.cuda.Event] = {}
-        self._times: dict[str, float] = {}
+        self._moments: dict[str, Any] = {}
 
     def mark(self, when: str) -> None:
         """Record the moment ``when``, "begin" or "end", on the current stream or the host."""
         if self._on_gpu:
-            self._events[when] = torch.cuda.Event(enable_timing=True)
-            self._events[when].record()
+            self._moments[when] = torch.cuda.Event(enable_timing=True)
+            self._moments[when].record()
         else:
-            self._times[when] = time.perf_counter()
+            self._moments[when] = time.perf_counter()
 
     @property
     def begun(self) -> bool:
         """True if "begin" was marked."""
-        return "begin" in self._events or "begin" in self._times
+        return "begin" in self._moments
 
     @property
     def ended(self) -> bool:
         """True if "end" was marked."""
-        return "end" in self._events or "end" in self._times
+        return "end" in self._moments
 
     @property
     def seconds(self) -> float | None:
         """Seconds from "begin" to "end"; ``None`` while "end" has not been reached."""
         if not self.ended:
             return None
+        begin, end = self._moments["begin"], self._moments["end"]
         if not self._on_gpu:
-            return self._times["end"] - self._times["begin"]
-        begin = self._events["begin"]
-        end = self._events["end"]
-        if not end.query():
-            return None
-        return begin.elapsed_time(end) / 1e3
+            return end - begin
+        return begin.elapsed_time(end) / 1e3 if end.query() else None
 
 
 def has_one_queue() -> bool:
