@@ -25,8 +25,6 @@ from megatron_hecate.nvlink.peer_memory import (
     COUNTERS,
     allocate_shared,
     allocate_symmetric,
-    free_shared_bytes,
-    symmetric_problem,
 )
 from megatron_hecate.nvlink.program import FAILURE, MAX_RANKS, MAX_STEPS, Signals
 
@@ -64,24 +62,22 @@ class Peers:
     ) -> None:
         self.device = device
         self.ranks = tuple(ranks)
-        self.rank = ranks[group.rank()]
         on_gpu = device.type == "cuda"
         allocate = allocate_symmetric if on_gpu else allocate_shared
         memory, bases, self._kept = allocate(group, COUNTERS + size, device=device)
-        self._bases = dict(zip(self.ranks, bases, strict=True))
         self.buffers: Tensor = memory[COUNTERS:]
-        self._whole = memory
+        self._counters = memory[: 4 * len(self.ranks)]
         self.failure_record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
         self._failure = self.failure_record.numpy().view(FAILURE)
         self.signals = Signals(
-            rank=self.rank,
-            progress_at=self._bases,
-            arrived=self._bases[self.rank] + ARRIVED,
+            rank=self.ranks[group.rank()],
+            progress_at=dict(zip(self.ranks, bases, strict=True)),
+            arrived=bases[group.rank()] + ARRIVED,
             failure=self.failure_record.data_ptr(),
             timeout=timeout,
         )
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
-        self._reported = False
+        self._is_reported = False
         self._is_abandoned = False
         # The thread must not keep the memory alive.
         self._look = functools.partial(_is_over, weakref.ref(self))
@@ -115,9 +111,9 @@ class Peers:
         atexit.unregister(self._look)
         if not self._begun:
             return
-        counters = self._whole[: 4 * len(self.ranks)]
-        beyond = np.full(len(self.ranks), (self._begun[-1][0] + BEYOND) % 2**32, np.uint32)
-        raised = torch.from_numpy(beyond.view(np.uint8))
+        counters = self._counters
+        beyond = (self._begun[-1][0] + BEYOND) % 2**32
+        raised = torch.from_numpy(np.full(len(self.ranks), beyond, np.uint32).view(np.uint8))
         if not counters.is_cuda:
             counters.copy_(raised)
             return
@@ -128,8 +124,8 @@ class Peers:
 
     def holds(self, tensor: Tensor) -> bool:
         """Return True if ``tensor`` lies in this rank's buffers."""
-        offset = tensor.data_ptr() - self._bases[self.rank]
-        return offset >= COUNTERS and offset + tensor.nbytes <= self._whole.nbytes
+        offset = tensor.data_ptr() - self.buffers.data_ptr()
+        return offset >= 0 and offset + tensor.nbytes <= self.buffers.nbytes
 
     @property
     def failure(self) -> np.void | None:
@@ -142,16 +138,6 @@ class Peers:
         if record["failed"] == 1:
             return record
         return None
-
-    def steps_of(self, peer: int, *, since: int) -> int:
-        """Return the steps that ``peer`` has finished beyond the count ``since``. CPU ranks only.
-
-        Negative if ``peer`` has not reached the count.
-        """
-        counters = self._whole[: 4 * len(self.ranks)].numpy().view(np.uint32)
-        finished = int(counters[self.signals.numbers[peer]])
-        # The counters wrap around, so the signed difference counts.
-        return (finished - since + 2**31) % 2**32 - 2**31
 
     def remember(self, begin: int, text: str) -> None:
         """Register the description of a transfer, used if a wait of it times out.
@@ -168,7 +154,7 @@ class Peers:
         assert record is not None
         peer = self.ranks[int(record["peer"])]
         seen_step = int(record["seen"].astype("<i4"))
-        reason = f"rank {self.rank}: a transfer failed: expected rank {{peer}}"
+        reason = f"rank {self.signals.rank}: a transfer failed: expected rank {{peer}}"
         # A copy, because the training thread may register a transfer meanwhile.
         for begin, text in tuple(self._begun):
             if begin % 2**32 == int(record["begin"]):
@@ -179,57 +165,44 @@ class Peers:
             f"seen. Rank {peer} died, hangs, or did not take part."
         )
 
-    def report(self, text: str) -> None:
-        """Print the reason of the first failed transfer on stderr, once."""
-        if not self._reported:
-            self._reported = True
-            print(f"FSSDP: {text}", file=sys.stderr, flush=True)
-
     def look_for_failure(self) -> bool:
-        """Return True if a wait for a peer timed out; print the reason the first time."""
-        if self.failure is not None:
-            self.report(self.explain_failure())
-        return self.failure is not None
-
-    @staticmethod
-    def free_bytes() -> int:
-        """Return the free bytes of shared memory on this machine, which CPU ranks use."""
-        return free_shared_bytes()
-
-    @staticmethod
-    def symmetric_problem(device: torch.device) -> str:
-        """Return why symmetric memory on ``device`` is unusable. See `peer_memory`."""
-        return symmetric_problem(device)
-
-    @staticmethod
-    def nvlink_domain(node: str) -> tuple[str, str]:
-        """Return the name of this GPU's NVLink domain, and the reason if it has no NVLink.
-
-        Machines that share an NVLink fabric (GB200 NVL72) are one domain, named by the driver.
-
-        Args:
-            node: host name of the machine.
-        """
-        from torch._C._autograd import DeviceType
-        from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
-            _detect_dma_connectivity,
-        )
-
-        device = torch.cuda.current_device()
-        count = torch.cuda.device_count()
-        # A process that sees one GPU cannot query its links; the self-test then decides.
-        if count > 1:
-            links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device]
-            unlinked = [peer for peer in range(count) if peer != device and not links[peer]]
-            if unlinked:
-                return node, f"GPU {device} of {node} has no NVLink to GPUs {unlinked}"
-        return _fabric() or node, ""
+        """Return True if a wait for a peer timed out; print the reason on stderr the first time."""
+        if self.failure is None:
+            return False
+        if not self._is_reported:
+            self._is_reported = True
+            print(f"FSSDP: {self.explain_failure()}", file=sys.stderr, flush=True)
+        return True
 
 
 def _is_over(peers: weakref.ref[Peers]) -> bool:
     """Return True once a kernel timed out, the memory was freed, or the attempt is over."""
     alive = peers()
     return alive is None or alive._is_abandoned or alive.look_for_failure()
+
+
+def nvlink_domain(node: str) -> tuple[str, str]:
+    """Return the name of this GPU's NVLink domain, and the reason if it has no NVLink.
+
+    Machines that share an NVLink fabric (GB200 NVL72) are one domain, named by the driver.
+
+    Args:
+        node: host name of the machine.
+    """
+    from torch._C._autograd import DeviceType
+    from torch._C._distributed_c10d import (  # type: ignore[attr-defined]
+        _detect_dma_connectivity,
+    )
+
+    device = torch.cuda.current_device()
+    count = torch.cuda.device_count()
+    # A process that sees one GPU cannot query its links; the self-test then decides.
+    if count > 1:
+        links = _detect_dma_connectivity(DeviceType.CUDA, "nvlink").matrix[device]
+        unlinked = [peer for peer in range(count) if peer != device and not links[peer]]
+        if unlinked:
+            return node, f"GPU {device} of {node} has no NVLink to GPUs {unlinked}"
+    return _fabric() or node, ""
 
 
 def _fabric() -> str:

@@ -22,7 +22,6 @@ from megatron_hecate.comm.transfer import Stopwatch, Transfer
 from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
 from megatron_hecate.nvlink.chunks import CACHED
 from megatron_hecate.nvlink.domains import Domains, Messages, Stage, Stages
-from megatron_hecate.nvlink.kernel_stage import KernelStage, TransferJob
 from megatron_hecate.nvlink.launch import TransferKernels
 from megatron_hecate.nvlink.peers import Peers
 from megatron_hecate.nvlink.places import Place
@@ -35,6 +34,35 @@ REFRESH: int = 1 << 30
 PROGRAMS: int = 4096  # programs that are cached: schedules, times the buffers of a layer
 
 Build = Callable[..., tuple[Stage, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """One transfer of a layer on this rank.
+
+    Args:
+        what: "spAG" or "spRS".
+        label: name of the layer.
+        dtype: data type of the elements.
+        memory: function that returns the tensors of a place in this rank's memory.
+        watch: stopwatch whose "begin" is marked when all ranks have arrived.
+    """
+
+    what: str
+    label: str
+    dtype: torch.dtype
+    memory: Callable[[Place], Sequence[Tensor]]
+    watch: Stopwatch | None = None
+
+    @property
+    def sums(self) -> bool:
+        """True for a spRS."""
+        return self.what == "spRS"
+
+    def mark_begin(self) -> None:
+        """Mark the "begin" of the stopwatch, unless it is marked or there is no stopwatch."""
+        if self.watch is not None and not self.watch.begun:
+            self.watch.mark("begin")
 
 
 class NVLink:
@@ -95,9 +123,7 @@ class NVLink:
         if self._peers is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
         # The old memory is freed before the new memory is allocated.
-        self._peers = None
-        self._sent = torch.empty(0)
-        self._stripes = torch.empty(0)
+        self.release()
         sizes = [LayerBuffer.aligned(size, torch.uint8), *buffer_bytes(layers, self._domain_sizes)]
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
@@ -154,14 +180,14 @@ class NVLink:
         stages = self._stages(Stages.of_fetch, plan, elements=elements)
         device = self._memory_of_peers().device
         watch = Stopwatch(device) if timed else None
+        job = _Job("spAG", label, dtype, memory, watch)
+        runs = self._prepare_runs(stages, job)
         # In one domain the barrier of the kernel is enough.
-        meet = None
         if timed and len(stages) > 1:
-            meet = functools.partial(
-                self._between.meet, plan, device, tag=self._between.next_tag(), label=label
-            )
-        steps = self._run(stages, self._job("spAG", label, dtype, memory, watch), meet)
-        return self._start(steps, what="spAG", label=label, watch=watch)
+            tag = self._between.next_tag()
+            meet = functools.partial(self._between.meet, plan, device, tag=tag, label=label)
+            runs = [meet, job.mark_begin, *runs]
+        return self._start(runs, what="spAG", label=label, watch=watch)
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
@@ -174,7 +200,7 @@ class NVLink:
             ValueError: the gradients are not fp32.
         """
         if not plan.copies:
-            return self._start(iter(()), what="spRS", label=label)
+            return self._start([], what="spRS", label=label)
         if slots[0].dtype is not torch.float32:
             raise ValueError(
                 f"{label}: gradients of {slots[0].dtype} cannot be summed by our kernels; use p2p"
@@ -195,13 +221,9 @@ class NVLink:
             return (slots[place.index],)
 
         stages = self._stages(Stages.of_return, plan, elements=elements)
-        steps = self._run(stages, self._job("spRS", label, torch.float32, memory))
+        runs = self._prepare_runs(stages, _Job("spRS", label, torch.float32, memory))
 
-        def run() -> Iterator[None]:
-            yield from steps
-            # Where `Transfer` splits the steps, `HomeGradients.add` is left to its `wait`.
-            if totals:
-                yield
+        def add_totals() -> None:
             for index, total in totals.items():
                 # The memory was allocated on another stream, whose later work must not reuse it
                 # before this stream has read it.
@@ -209,34 +231,38 @@ class NVLink:
                     total.record_stream(torch.cuda.current_stream())
                 homes.add(index, total)
 
-        return self._start(run(), what="spRS", label=label)
-
-    def _job(
-        self,
-        what: str,
-        label: str,
-        dtype: torch.dtype,
-        memory: Callable[[Place], Sequence[Tensor]],
-        watch: Stopwatch | None = None,
-    ) -> TransferJob:
-        """Describe a transfer of this rank. Args as `TransferJob`."""
-        return TransferJob(
-            what,
-            label,
-            rank=f"rank {self._rank} of {self.group.size()}",
-            timeout=self.timeout,
-            itemsize=dtype.itemsize,
-            memory=memory,
-            watch=watch,
-        )
+        return self._start(runs, add_totals if totals else None, what="spRS", label=label)
 
     def _start(
-        self, steps: Iterator[None], *, what: str, label: str, watch: Stopwatch | None = None
+        self,
+        runs: Sequence[Callable[[], None]],
+        finish: Callable[[], None] | None = None,
+        *,
+        what: str,
+        label: str,
+        watch: Stopwatch | None = None,
     ) -> Transfer:
-        """Start a transfer; on CPU ranks after the transfers started before."""
+        """Start a transfer; on CPU ranks after the transfers started before.
+
+        Args:
+            runs: the stages, never left to `Transfer.wait`: the progress counters increase in the
+                order of the transfers.
+            finish: work that is left to `Transfer.wait` where it splits the steps.
+            what: as for `Transfer`.
+            label: as for `Transfer`.
+            watch: as for `Transfer`.
+        """
+
+        def steps() -> Iterator[None]:
+            for run in runs:
+                run()
+            if finish is not None:
+                yield
+                finish()
+
         device = self._memory_of_peers().device
         transfer = Transfer(
-            steps, device, what=what, label=label, watch=watch, previous=self._ended
+            steps(), device, what=what, label=label, watch=watch, previous=self._ended
         )
         if transfer.ended is not None:
             self._ended = transfer.ended
@@ -257,41 +283,21 @@ class NVLink:
         count = self._stripes.nbytes // LayerBuffer.aligned(width, dtype)
         return chunks_in(self._stripes, count, width, dtype)
 
-    def _run(
-        self, stages: Sequence[Stage], job: TransferJob, meet: Callable[[], None] | None = None
-    ) -> Iterator[None]:
-        """Prepare all stages now, and return the steps that run them.
-
-        Args:
-            stages: stages of the transfer.
-            job: the transfer.
-            meet: barrier of all ranks, run before the first stage.
-        """
+    def _prepare_runs(self, stages: Sequence[Stage], job: _Job) -> list[Callable[[], None]]:
+        """Prepare all stages of a transfer now, and return the functions that run them."""
         peers = self._memory_of_peers()
         # A kernel that timed out has destroyed the CUDA context: no further launch can succeed.
         if peers.device.type == "cuda" and peers.failure is not None:
             raise TransferError(peers.explain_failure())
         tag = self._between.next_tag() if len(stages) > 1 else 0
-        runs: list[Callable[[], None]] = []
-        for stage in stages:
-            if isinstance(stage, Messages):
-                runs.append(self._run_messages(stage, job, tag=tag))
-            else:
-                runs.append(self._run_kernel(stage, job))
+        return [
+            self._prepare_messages(stage, job, tag=tag)
+            if isinstance(stage, Messages)
+            else self._prepare_kernel(stage, job)
+            for stage in stages
+        ]
 
-        def run() -> Iterator[None]:
-            if meet is not None:
-                meet()
-                job.mark_begin()
-            # No stage is left to `Transfer.wait`: the progress counters increase in the order of
-            # the transfers.
-            for run_stage in runs:
-                run_stage()
-            yield from ()
-
-        return run()
-
-    def _run_messages(self, stage: Messages, job: TransferJob, *, tag: int) -> Callable[[], None]:
+    def _prepare_messages(self, stage: Messages, job: _Job, *, tag: int) -> Callable[[], None]:
         """Prepare a stage of messages between domains, and return the function that runs it."""
         batch = self._between.batch(tag, what=job.what, label=job.label)
         for parts, post in ((stage.sends, batch.send), (stage.receives, batch.receive)):
@@ -305,7 +311,7 @@ class NVLink:
 
         return run
 
-    def _run_kernel(self, schedule: TransferSchedule, job: TransferJob) -> Callable[[], None]:
+    def _prepare_kernel(self, schedule: TransferSchedule, job: _Job) -> Callable[[], None]:
         """Prepare a stage inside the domain, and return the function that runs it."""
         peers = self._memory_of_peers()
         # The next stage begins above the last counter of this one, ``begin`` plus its steps. All
@@ -319,14 +325,13 @@ class NVLink:
             return job.mark_begin
         peers.remember(
             begin,
-            f"{job.rank}: {job.name} failed (timeout {job.timeout:g} s): expected rank {{peer}} "
-            f"to finish {schedule.num_steps} steps",
+            f"{job.label}: {job.what} failed on rank {self._rank} of {self.group.size()} (timeout "
+            f"{self.timeout:g} s): expected rank {{peer}} to finish {schedule.num_steps} steps",
         )
         program = self._make_program(schedule, job)
-        stage = KernelStage(job, schedule, program, peers, begin)
-        return lambda: stage.run(self._kernels)
+        return functools.partial(self._run_kernel, program, peers, job, begin)
 
-    def _make_program(self, schedule: TransferSchedule, job: TransferJob) -> Program:
+    def _make_program(self, schedule: TransferSchedule, job: _Job) -> Program:
         """Create the program of a stage inside the domain."""
         peers = self._memory_of_peers()
 
@@ -339,7 +344,26 @@ class NVLink:
             return tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
 
         memory = tuple(map(extents, schedule.places))
-        return self._program(schedule, memory, itemsize=job.itemsize, sums=job.sums)
+        return self._program(schedule, memory, itemsize=job.dtype.itemsize, sums=job.sums)
+
+    def _run_kernel(self, program: Program, peers: Peers, job: _Job, begin: int) -> None:
+        """Run a stage on the current stream, or on the host.
+
+        Raises:
+            TransferError: a peer died or did not answer in time, in this or an earlier transfer.
+        """
+        name = "fssdp_reduce" if job.sums else "fssdp_gather"
+        if peers.failure is None:
+            try:
+                self._kernels.run(name, program, begin=begin, met=job.mark_begin)
+            except RuntimeError:
+                # The barrier of the peers timed out, which ends the CUDA context.
+                if peers.failure is None:
+                    raise
+        if peers.failure is not None:
+            # The caller that waits for the transfer may be stuck elsewhere.
+            peers.look_for_failure()
+            raise TransferError(peers.explain_failure())
 
 
 @functools.lru_cache(maxsize=CACHED)

@@ -29,7 +29,8 @@ from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
 from megatron_hecate.faults.rendezvous import Question, Verdict
 from megatron_hecate.nvlink.launch import TransferKernels
-from megatron_hecate.nvlink.peers import Peers
+from megatron_hecate.nvlink.peer_memory import free_shared_bytes, symmetric_problem
+from megatron_hecate.nvlink.peers import nvlink_domain
 from megatron_hecate.nvlink.program import MAX_RANKS
 from megatron_hecate.nvlink.selftest import self_test
 from megatron_hecate.nvlink.transport import NVLink
@@ -193,8 +194,8 @@ class _Site:
         with collect(unable, node):
             device = device_of_rank()
             if device.type == "cuda" and asked != P2P.name:
-                domain, slower = Peers.nvlink_domain(node)
-                if problem := Peers.symmetric_problem(device):
+                domain, slower = nvlink_domain(node)
+                if problem := symmetric_problem(device):
                     unable.append(f"{node} {problem}")
             if not unable and (asked == NVLink.name or (asked == AUTO and not slower)):
                 TransferKernels(device)
@@ -207,7 +208,7 @@ class _Site:
             domain=domain,
             unable="".join(unable),
             slower=slower,
-            shared_memory=Peers.free_bytes(),
+            shared_memory=free_shared_bytes(),
             one_queue=on_gpus() and has_one_queue(),
         )
 

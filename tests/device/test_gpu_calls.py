@@ -37,7 +37,7 @@ def _domain(monkeypatch: pytest.MonkeyPatch, fabric: Callable[[str], Any]) -> st
     )
     monkeypatch.setattr(pytest.importorskip("cuda.bindings"), "nvml", nvml, raising=False)
     monkeypatch.setattr(peers.torch, "cuda", ONE_GPU)
-    domain, against = peers.Peers.nvlink_domain("node a")
+    domain, against = peers.nvlink_domain("node a")
     assert against == ""
     return domain
 

@@ -172,7 +172,7 @@ def test_a_peer_that_does_not_come_is_named() -> None:
         for _ in range(2):
             with pytest.raises(
                 TransferError,
-                match=r"rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish",
+                match=r"layer 1: spAG failed on rank 0 of 2 .*expected rank 1 to finish",
             ):
                 layer.fetch(plan, Reference(0, torch.bfloat16))
         with pytest.raises(RuntimeError, match="unspecified launch failure"):

@@ -93,7 +93,7 @@ def test_a_peer_that_does_not_come_is_named() -> None:
     )
     assert done.returncode != 0
     assert re.search(
-        r"FSSDP: rank 0 of 2: layer 1: spAG failed .*expected rank 1 to finish \d+ steps",
+        r"FSSDP: layer 1: spAG failed on rank 0 of 2 .*expected rank 1 to finish \d+ steps",
         done.stderr,
     )
 

@@ -115,7 +115,7 @@ def test_another_backend_is_named() -> None:
     with pytest.raises(RuntimeError, match=f"transport nvlink: rank 1: {text}"):
         _peers()
     connect.device_of_rank = lambda: GPU
-    connect.Peers.nvlink_domain = staticmethod(lambda node: (node, ""))
+    connect.nvlink_domain = lambda node: (node, "")
     connect.TransferKernels = lambda device: None
     found: list[str] = []
     connection = connect.connect("nvlink", [(0, 1)], found, timeout=20.0)
