@@ -159,29 +159,3 @@ def test_a_budget_of_tokens_per_rank() -> None:
     ours, ours_ran_again = train(tiny_gpt.fssdp_hook())
     tiny_gpt.assert_trained_alike(stock, ours)
     assert (stock_ran_again, ours_ran_again) == ([0, 1, 2, 3], [0])
-
-
-@pytest.mark.newest
-@ranks(1, preload="te")
-def test_the_stand_in_for_nccl_ep_is_called_as_the_real_one() -> None:
-    """TransformerEngine 2.20.2 asks `ep_bootstrap` for ``num_topk`` besides, which Megatron 0.20 gives, and 0.19.2 does
-    not: the stand-in takes both."""
-    import inspect
-
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import flex_backends
-    from transformer_engine.pytorch import ep
-
-    stand_in = flex_backends.te_ep()
-    for name in ("ep_bootstrap", "ep_dispatch", "ep_combine", "EpBuffer"):
-        ours, real = (
-            inspect.signature(getattr(module, name)).parameters for module in (stand_in, ep)
-        )
-        assert ours.keys() <= real.keys(), name
-        needed = {
-            p for p, value in real.items() if value.default is inspect.Parameter.empty
-        } - ours.keys()
-        assert not needed, name
-    assert hasattr(ep, "_BOOTSTRAPPED")

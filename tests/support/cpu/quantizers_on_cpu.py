@@ -1,8 +1,7 @@
 """TransformerEngine's quantize, dequantize, transpose and GEMMs of quantized operands, in torch on a CPU.
 
 They stand in for the compiled functions of ``transformer_engine_torch``: the same bytes in the same places, held by
-TE's own tensors and chosen by TE's own quantizers. `test_quantizers` compares the bytes with TE's Python references
-and with the formats' definitions. Two things differ from a GPU: scales stay in the compact layout, which TE permutes
+TE's own tensors and chosen by TE's own quantizers. Two things differ from a GPU: scales stay in the compact layout, which TE permutes
 for its GEMMs, and gradients in NVFP4 are rounded to nearest, where TE rounds them stochastically.
 
 A GEMM decodes its operands, from the representation that a GPU would read, and multiplies in fp64: what a token gets
