@@ -19,16 +19,6 @@ from ranks import ranks
 
 from megatron_hecate.__main__ import main
 
-SCRIPTS = Path(__file__).resolve().parent / "support" / "scripts"
-MODEL = (
-    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 64 --max-position-embeddings 64 --swiglu "
-    "--disable-bias-linear --normalization RMSNorm --position-embedding-type rope --num-experts 8 --micro-batch-size 1 "
-    "--untie-embeddings-and-output-weights --moe-ffn-hidden-size 64 --global-batch-size 8 --lr 1e-2 --train-iters 5 "
-    "--tokenizer-type NullTokenizer --vocab-size 257 --transformer-impl local --no-persist-layer-norm "
-    "--no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-bias-dropout-fusion --no-bias-gelu-fusion "
-    "--no-bias-swiglu-fusion --no-rope-fusion --attention-softmax-in-fp32 --distributed-backend gloo "
-    "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --bf16"
-)
 DENSE = dict(
     num_moe_experts=None,
     moe_ffn_hidden_size=None,
@@ -36,17 +26,6 @@ DENSE = dict(
     moe_router_dtype=None,
 )
 OFF = r"it was asked for, and SGD is about to step while no model .*; call megatron_hecate.fssdp\(HecateConfig\(...\)\)"
-
-
-def prepare_training(does: str) -> None:
-    """Put the CPU behind Megatron, and say what the script does."""
-    import megatron_on_cpu
-
-    megatron_on_cpu.install()
-    import megatron.training.training  # noqa: F401
-
-    megatron_on_cpu.for_training()
-    os.environ.update(OWN_SETUP=does, CUDA_DEVICE_MAX_CONNECTIONS="1")
 
 
 @pytest.mark.parametrize("kind", ["bf16", "chunks"])
@@ -198,39 +177,15 @@ def test_megatron_fsdp_is_refused_where_it_wraps() -> None:
 
 
 @pytest.mark.newest
-@ranks(2)
-def test_a_script_with_a_setup_of_its_own() -> None:
-    """With one line of ours in it."""
-    import runpy
-
-    prepare_training("get_model")
-    script = str(SCRIPTS / "own_setup.py")
-    os.environ["OWN_SETUP_ENABLES"] = "1"
-    sys.argv = [script, *MODEL.split(), "--moe-fssdp", "--moe-fssdp-slots", "3"]
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        runpy.run_path(script, run_name="__main__")
-    assert "own setup: ['FSSDPLayerMoELayer']" in said.getvalue(), said.getvalue()
-
-
-@pytest.mark.newest
-@ranks(2)
-def test_a_script_that_never_gets_there() -> None:
-    """It stops before its first step."""
-    prepare_training("optimizer")
-    arguments = [str(SCRIPTS / "own_setup.py"), *MODEL.split(), "--moe-fssdp"]
-    with (
-        contextlib.redirect_stdout(io.StringIO()) as said,
-        pytest.raises(ValueError, match=OFF),
-    ):
-        main(arguments)
-    assert "it has stepped" not in said.getvalue()
-
-
-@pytest.mark.newest
 @ranks(1)
 def test_modules_and_console_commands() -> None:
     """As Python and the command itself would run them: arguments, folder, exit status."""
-    prepare_training("nothing")
+    import megatron_on_cpu
+
+    megatron_on_cpu.install()
+    import megatron.training.training  # noqa: F401
+
+    megatron_on_cpu.for_training()
     folder = Path(os.environ["TEST_FOLDER"])
     report = "import sys\ndef main():\n print(__name__, sys.argv, sys.path[0], 'moe_fssdp' in _flags())\n return {}\n"
     report += "def _flags():\n from megatron_hecate.switch_on.request import REQUEST\n return REQUEST.launched\n"
@@ -295,36 +250,3 @@ def test_modules_and_console_commands() -> None:
     }.items():
         status, said = run(*words.split())
         assert status == 2 and message in said, (words, said)
-
-
-@pytest.mark.newest
-@pytest.mark.parametrize("function", ["execvpe", "execl"])
-@ranks(1)
-def test_a_script_that_replaces_its_process(function: str) -> None:
-    """The launcher comes along, whichever of `os`'s functions it calls. Oracle: what the process becomes."""
-    from unittest import mock
-
-    from megatron_hecate.switch_on import launcher
-
-    became = []
-    with (
-        mock.patch.object(os, "execv", lambda file, command: became.append([*command])),
-        mock.patch.object(
-            os, "execve", lambda file, command, environment: became.append([*command])
-        ),
-    ):
-        launcher._stay_in_front(["--moe-fssdp", "--moe-fssdp-slots", "3"])
-        for command in (["script.py", "x"], ["-m", "pack.inner"], ["-c", "pass"]):
-            command = [sys.executable, *command]
-            rest = [os.environ] if function.endswith("e") else []
-            if function == "execl":
-                os.execl(sys.executable, *command)
-            else:
-                getattr(os, function)(sys.executable, command, *rest)
-    ours = [sys.executable, "-m", "megatron_hecate", "run", "--moe-fssdp"]
-    ours += ["--moe-fssdp-slots", "3", "--"]
-    assert became == [
-        [*ours, "script.py", "x"],
-        [*ours, "-m", "pack.inner"],
-        [sys.executable, "-c", "pass"],
-    ]

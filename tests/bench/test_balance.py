@@ -104,42 +104,6 @@ def test_the_same_command_twice(trace, capsys) -> None:
     assert len({line.count("|") for line in table}) == 1
 
 
-COUNTS = np.ones((1, 1, 8, 8), dtype=int)
-REFUSED = {
-    "expected [steps, layers, sources, experts]": np.zeros((2, 3), dtype=int),
-    "negative values (least: -1)": -COUNTS,
-    "values that are no integers (first: nan)": np.full_like(COUNTS, np.nan, dtype=float),
-    "sum to 1.18e+21 in a step": np.full_like(COUNTS, 2**64 - 1, dtype=np.uint64),
-    "no tokens at all": np.zeros_like(COUNTS),
-    "12 experts do not divide among 8 ranks": np.ones((1, 1, 8, 12), dtype=int),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_counts_that_cannot_be_are_named(message, tmp_path, capsys) -> None:
-    np.savez(tmp_path / "bad.npz", counts=REFUSED[message])
-    with pytest.raises(SystemExit, match="2"):
-        balance.main(["--trace", str(tmp_path / "bad.npz"), "--ranks", "8"])
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--trace missing.npz", "missing.npz: no such file"),
-        ("--ranks 12", "64 experts do not divide among 12 ranks"),
-        ("--planner ep,best", "no planner is named best; there are algorithm1"),
-        ("--load storm", "no load is named 'storm'; there are balanced"),
-        ("--slots 60 --ranks 8", "slots=60 is out of range"),
-        ("--measured nothing.json --ranks 8", "nothing.json does not hold measured speeds"),
-    ],
-)
-def test_bad_arguments(arguments, message, capsys) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        balance.main(["--load", "uniform", *arguments.split()])
-    assert message in capsys.readouterr().err.splitlines()[-1]
-
-
 def test_sources_are_summed_or_dealt_to_ranks(trace) -> None:
     small = Trace.read(trace)
     fewer, more = small.to_ranks(4), small.to_ranks(16, seed=3)

@@ -1,6 +1,6 @@
 """`bridge.Metrics` in Bridge's own loggers.
 
-Oracle: `layer_metrics` of each rank after each iteration; `test_tensorboard.py` counts the tokens. TensorBoard is the
+Oracle: `layer_metrics` of each rank after each iteration (`test_job_metrics` counts the tokens). TensorBoard is the
 real one, read back from its file; of the other loggers, which need accounts or servers, stand-ins record what they are
 called with.
 """

@@ -115,14 +115,3 @@ def test_the_slowest_of_the_ranks_that_were_measured() -> None:
     assert np.isnan(found[0].pace)
     assert slowest_pace(found) == pytest.approx(PACE, rel=0.1)
     assert np.isnan(slowest_pace(found[:1]))
-
-
-def test_verdicts_are_sentences() -> None:
-    seconds, tokens = simulate(0, ranks=4, overhead=0, varies=0.2, slow=1, hot=2)
-    found = rank_speeds(seconds, tokens, tokens)
-    assert found[0].describe("rank 0") == "rank 0 is neither slow nor hot"
-    assert found[1].describe("node7") == (
-        f"node7 is slow: {found[1].pace:.2f} times the other ranks' time per token"
-    )
-    text = found[2].describe("rank 2")
-    assert "hot: 1.6" in text and "at the other ranks'" in text

@@ -209,26 +209,3 @@ def test_optimizer_states_of_an_unknown_dtype_do_not_move() -> None:
             assert not unsupported.find({name: dtype}, slots=0)
             (problem,) = unsupported.find({name: dtype, "moe_fssdp_rehome": 4}, slots=0)
             assert f"with {name}=" in problem
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "shown"),
-    [
-        ("moe_use_offloading_experts", True, "True"),
-        ("moe_shortcut_connection", True, "True"),
-        ("moe_ncclep_use_symm_mem", True, "True"),
-        ("mxfp8_2d_quantization", True, "True"),
-        ("fp8_recipe_attrs", {"fp8_dpa": True}, "dict"),
-        ("fp4_recipe_attrs", {"fp4_mha": True}, "dict"),
-    ],
-)
-def test_a_setting_of_a_later_megatron_is_refused_by_its_name(
-    setting: str, value: object, shown: str
-) -> None:
-    """With and without slots; the default of each, and a job without the setting, switch on."""
-    job = dict(expert_model_parallel_size=2)
-    for slots in (0, 2):
-        (problem,) = unsupported.find(job, {setting: value}, slots=slots)
-        assert problem.startswith(f"--moe-fssdp with {setting}={shown}: ")
-        for default in ({}, {setting: False if value is True else None}):
-            assert not unsupported.find(job, default, slots=slots)

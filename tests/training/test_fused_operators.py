@@ -42,20 +42,3 @@ def test_operators_keep_no_weights_of_earlier_forwards() -> None:
     ]
     kept = [weight for weight in earlier if weight is not None and id(weight) not in last]
     assert len(earlier) > 0 == len(kept)
-
-
-@pytest.mark.slow
-@ranks(2, preload="te")
-def test_frozen_experts() -> None:
-    import tiny_gpt
-
-    case, _ = variants.case_of(LAYOUTS["operators-biases"])
-
-    def freeze(chunks: list) -> list:
-        for layer in tiny_gpt.moe_layers(chunks):
-            layer.experts.requires_grad_(False)
-        return chunks
-
-    stock = tiny_gpt.train(case, hook=freeze)
-    ours = tiny_gpt.train(case, hook=lambda chunks: tiny_gpt.fssdp_hook()(freeze(chunks)))
-    tiny_gpt.assert_trained_alike(stock, ours)

@@ -7,13 +7,10 @@ in Python from the routes of all ranks.
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
-import replayed_routes
 import torch
-import torch.distributed as dist
 from layouts import FULL
 from ranks import ranks
 from replayed_routes import (
@@ -114,58 +111,6 @@ def test_a_pipeline_replays_alike() -> None:
         for layer in own
     ]
     assert sorted(map(tuple, found)) == sorted(map(tuple, true))
-
-
-@pytest.mark.slow
-@pytest.mark.newest
-@ranks(4)
-def test_metrics_of_a_plan_for_each_microbatch() -> None:
-    """Two experts get the tokens of the first microbatch, all those of the last one, and no record is kept. Oracle:
-    tokens that the experts of every rank are given, and the replicas that are there then."""
-    import tiny_gpt
-
-    def routes(step: int, microbatch: int, layer: int, rank: int) -> torch.Tensor:
-        return torch.tensor(
-            [[2 * (t % 4), 2 * (t % 4) + 1] if microbatch else [0, 1] for t in range(TOKENS)]
-        )
-
-    replayed_routes.routes_of = routes
-    case = tiny_gpt.initialized(ep=4, accumulate=2, settings=(REPLAY,))
-    replay(case.accumulate)
-    computed, held = torch.zeros(case.layers, 4, dtype=torch.int64), [[], []]  # by layer
-
-    def note(chunks: list, step: int) -> None:
-        computed.zero_()
-        for index, layer in enumerate(tiny_gpt.moe_layers(chunks) if not step else []):
-            layer.experts.register_forward_pre_hook(
-                lambda _, args, i=index: _add(computed, i, len(args[0]))
-            )
-            layer.experts.register_forward_pre_hook(
-                lambda experts, _, i=index: held[i].append(_count_replicas(experts))
-            )
-
-    run = train_steps(case, 2, before=note, lifetime="layer", slots=1)
-    dist.all_reduce(computed)
-    recorder = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor.recorder.stage
-    with mock.patch.object(recorder._metrics, "put") as put:
-        recorder.close()
-    iteration, values = put.call_args_list[0].args
-    assert iteration == 2 and computed.sum(dim=1).tolist() == [2 * 2 * 4 * TOKENS] * 2
-    fullest = computed.double().amax(dim=1) / computed.double().mean(dim=1)
-    assert values()["overload_factor"].tolist() == pytest.approx(fullest.tolist())
-    assert fullest.max() < 1.1
-    assert len(held[0]) == 4 and held[0][2] > held[0][3] and held[1][2] > held[1][3]
-    assert values()["replicas"].tolist() == [of_layer[3] for of_layer in held]
-
-
-def _count_replicas(experts: Any) -> int:
-    return 0 if experts.replicas is None else experts.replicas.placement.num_replicas
-
-
-def _add(computed: torch.Tensor, layer: int, tokens: int) -> None:
-    from torch.distributed import get_rank
-
-    computed[layer, get_rank()] += tokens
 
 
 def _compare_with_stock() -> list[np.ndarray]:

@@ -1,7 +1,7 @@
 """What FSSDP adds between the gate and the dispatch, and in their backward: launches, collectives, and waits of the host.
 
 Oracle: the operations that torch's dispatcher sees, and launches of our own, while our code runs and Megatron's, inside
-it, does not; or all of them, with replicas and in stock Megatron.
+it, does not.
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ class Counted:
                 self.ours = before
 
         self.patch.setattr(owner, name, staticmethod(wrapped) if static else wrapped)
-
-    def wrap_inherited(self, owner: Any, name: str, *, ours: bool) -> None:
-        """Wrap a method that ``owner`` may inherit."""
-        self.patch.setattr(owner, name, getattr(owner, name))
-        self._wrap(owner, name, ours)
 
     def watch_kernels(self) -> None:
         """Count the launches of our kernels."""
@@ -128,32 +123,3 @@ def test_at_most_five_launches_and_no_wait() -> None:
     assert 4 + sum(per_forward.values()) <= MOST, per_forward
     assert sum(others.values()) <= 3, f"once per iteration: {others}"
     assert not set(WAITS) & set(counted.counts), counted.counts
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_fewer_launches_than_stock_and_as_many_collectives() -> None:
-    """Between the gate and the dispatch of the tokens. Megatron sums the routing map and gathers the sums; with
-    replicas, the quotas have them."""
-    import tiny_gpt
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-
-    case = tiny_gpt.initialized(accumulate=MICROBATCHES)
-    found = {}
-    for name, hook in (("stock", None), ("replicas", tiny_gpt.fssdp_hook())):
-        trained = tiny_gpt.train(case, hook=hook)
-        assert (trained.replicas > 0) == (name == "replicas")
-        with pytest.MonkeyPatch.context() as patch:
-            counted = Counted(patch)
-            for layer in {type(layer) for layer in tiny_gpt.moe_layers(trained.chunks)}:
-                counted.wrap_inherited(layer, "preprocess", ours=True)
-            counted.watch_kernels()
-            with watching(counted.add):
-                trained.step(3)
-        forwards = MICROBATCHES * LAYERS
-        found[name] = Counter({op: n // forwards for op, n in counted.counts.items()})
-    stock, ours = found["stock"], found["replicas"]
-    assert issubclass(layer, MoELayer) and ours["fssdp_quotas"] == 1
-    gathers = [sum(n for op, n in of.items() if "gather_base" in op) for of in (stock, ours)]
-    assert gathers == [1, 1], found
-    assert ours.total() < stock.total(), found

@@ -188,22 +188,6 @@ def test_unknown_quantizers_of_one_linear_are_refused() -> None:
 
 @pytest.mark.slow
 @ranks(2, preload="te-blackwell")
-def test_frozen_experts() -> None:
-    case = case_of("mxfp8", stored=True)
-    import tiny_gpt
-
-    def freeze(chunks: list) -> list:
-        for layer in tiny_gpt.moe_layers(chunks):
-            layer.experts.requires_grad_(False)
-        return chunks
-
-    stock = tiny_gpt.train(case, hook=freeze)
-    ours = tiny_gpt.train(case, hook=lambda chunks: hook_of()(freeze(chunks)))
-    tiny_gpt.assert_trained_alike(stock, ours)
-
-
-@pytest.mark.slow
-@ranks(2, preload="te-blackwell")
 def test_evaluation_within_a_step_changes_nothing() -> None:
     """Between a forward and its backward, on quantized copies that evaluation makes for itself."""
     case, convert = case_of("mxfp8"), hook_of(lifetime="layer")
