@@ -74,21 +74,6 @@ def test_a_checkpoint_resumes_in_all_four_directions() -> None:
             assert bool(resumed.replicas.total()) == loaded_on
 
 
-@ranks(4)
-def test_two_pipeline_stages() -> None:
-    from bridge_on_cpu import recipe
-
-    from megatron_hecate import bridge
-
-    overrides = ("model.pipeline_model_parallel_size=2", "train.train_iters=3")
-    stock = train(recipe(*overrides))
-    config = recipe(*overrides)
-    bridge.enable(config, speeds=FREE)
-    ours = train(config)
-    ours.assert_same(stock)
-    assert ours.replicas.total()
-
-
 @pytest.mark.newest
 @ranks(2)
 def test_multi_token_prediction() -> None:
@@ -102,29 +87,3 @@ def test_multi_token_prediction() -> None:
     ours = train(config)
     ours.assert_same(stock)
     assert ours.replicas["layer 2"] and ours.replicas["mtp layer 1"], ours.replicas
-
-
-@ranks(2)
-def test_a_recipe_with_cuda_graphs_of_the_router() -> None:
-    """As Bridge captures them, by TransformerEngine, over the capture emulator; stock runs without them."""
-    from bridge_on_cpu import recipe
-
-    settings = [f"model.recompute_{name}=null" for name in ("granularity", "method", "num_layers")]
-    settings.append("rng.te_rng_tracker=true")
-    import graphs_on_cpu
-
-    from megatron_hecate import bridge
-
-    graphs_on_cpu.install()
-    stock = train(recipe(*settings))
-    config = recipe(
-        *settings,
-        "model.cuda_graph_impl=transformer_engine",
-        "model.cuda_graph_scope=[attn,moe_router]",
-        "model.cuda_graph_warmup_steps=1",
-    )
-    bridge.enable(config, speeds=FREE)
-    ours = train(config)
-    ours.assert_same(stock)
-    assert ours.replicas.total()
-    graphs_on_cpu.assert_replayed(at_least=1)

@@ -290,20 +290,3 @@ def test_a_recipe_whose_model_is_never_wrapped_does_not_step() -> None:
     (wrapped,) = build(wrap_with_ddp=True)
     assert sum(hasattr(module, "fssdp") for module in wrapped.modules()) == 2
     optimizer.step()
-
-
-@ranks(2)
-def test_adapters_of_experts() -> None:
-    """The hook as a provider's pre-wrap hook, without `megatron_hecate.bridge`."""
-    from bridge_on_cpu import recipe
-    from megatron.bridge.peft.lora import LoRA
-
-    from megatron_hecate import HecateConfig, fssdp
-
-    config = recipe()
-    config.model.register_pre_wrap_hook(
-        lambda chunks: LoRA(target_modules=["linear_fc1"])(chunks, training=True)
-    )
-    config.model.register_pre_wrap_hook(fssdp(HecateConfig()))
-    with pytest.raises(ValueError, match=r"peft='\w+': adapters wrap .* set its peft to None"):
-        train(config)

@@ -1,11 +1,8 @@
-"""Models that frameworks' own classes build, where the environment names their checkouts.
+"""A model that ROLL's mcore_adapter builds, where $HECATE_MCORE_ADAPTER names its checkout, its folder ``src``.
 
-* mbridge (verl, AReaL), $HECATE_MBRIDGE: reads a configuration of Hugging Face, builds the model, calls
-  ``post_model_creation_callbacks`` and wraps it by Megatron's DDP.
-* mcore_adapter (ROLL), $HECATE_MCORE_ADAPTER, its folder ``src``: builds the model; ROLL then wraps it, as here, after
-  ``MegatronTrainStrategy.initialize`` of ``roll/distributed/strategy/megatron_strategy.py``, 8eb27cc2.
-
-Layers are Megatron's local ones, because TransformerEngine needs a GPU. Oracle: the same calls without FSSDP.
+ROLL then wraps it, as here, after ``MegatronTrainStrategy.initialize`` of
+``roll/distributed/strategy/megatron_strategy.py``, 8eb27cc2. mbridge builds the models of `test_verl_engine`. Layers are
+Megatron's local ones, because TransformerEngine needs a GPU. Oracle: the same calls without FSSDP.
 """
 
 from __future__ import annotations
@@ -54,34 +51,6 @@ def local_spec(
     )
 
 
-def build_by_mbridge(case: Any, hook: Callable | None) -> list:
-    """Model chunks, wrapped by DDP."""
-    import tiny_gpt
-
-    mbridge = importlib.import_module("mbridge")
-    llm_bridge = importlib.import_module("mbridge.core.llm_bridge")
-    bridge = mbridge.AutoBridge.from_config(hf_config(case), dtype=torch.float32)
-    bridge.set_extra_args(
-        use_cpu_initialization=True,
-        moe_grouped_gemm=False,
-        persist_layer_norm=False,
-        bias_dropout_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
-
-    def skew(chunk: Any, **_: Any) -> None:
-        for layer in tiny_gpt.moe_layers([chunk]):
-            tiny_gpt._skew(layer, case)
-
-    with mock.patch.object(llm_bridge, "get_gpt_decoder_block_spec", local_spec):
-        return bridge.get_model(
-            wrap_with_ddp=True,
-            bf16=False,
-            ddp_config={"use_distributed_optimizer": case.distributed_optimizer},
-            post_model_creation_callbacks=[skew] if hook is None else [skew, hook],
-        )
-
-
 def build_by_mcore_adapter(case: Any, hook: Callable | None) -> list:
     """Model chunks, wrapped by DDP."""
     import tiny_gpt
@@ -124,38 +93,26 @@ def build_by_mcore_adapter(case: Any, hook: Callable | None) -> list:
     ]
 
 
-BUILD = {"MBRIDGE": build_by_mbridge, "MCORE_ADAPTER": build_by_mcore_adapter}
 LAYOUT = dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True)
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=pytest.mark.skipif(
-                f"HECATE_{name}" not in os.environ, reason=f"HECATE_{name} names no checkout"
-            ),
-        )
-        for name in BUILD
-    ],
-)
+@pytest.mark.skipif("HECATE_MCORE_ADAPTER" not in os.environ, reason="no checkout is named")
 @ranks(4, timeout=300)
-def test_a_model_that_a_framework_builds(name: str) -> None:
+def test_a_model_that_roll_builds() -> None:
     import tiny_gpt
     import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    sys.path.insert(0, os.environ[f"HECATE_{name}"])
+    sys.path.insert(0, os.environ["HECATE_MCORE_ADAPTER"])
     case = tiny_gpt.Case(**LAYOUT)
     tiny_gpt.initialize(case)
     computed = torch.zeros(1)
 
     def train(hook: Callable | None) -> tuple[list[float], dict[str, torch.Tensor]]:
         torch.manual_seed(1234)
-        chunks = BUILD[name](case, hook)
+        chunks = build_by_mcore_adapter(case, hook)
         if hook is not None:
             tiny_gpt.counting_hook(lambda converted: converted, computed)(chunks)
         config = chunks[0].module.config

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -79,19 +78,3 @@ def test_chunks_lie_apart_and_weights_count_versions_of_their_own() -> None:
     version = a._version
     buffer.weights(SMALL)[0].fill_(3.0)
     assert (a == 3).all() and (b == 0).all() and a._version == version
-
-
-def test_chunks_made_in_inference_mode_can_be_written_outside_of_it() -> None:
-    buffer = Buffer(torch.zeros(2048, dtype=torch.uint8))
-    with torch.inference_mode():
-        chunks = buffer.chunks(SMALL, torch.float32)
-    chunks[0].fill_(1.0)
-    assert buffer.chunks(SMALL, torch.float32)[0].eq(1).all()
-
-
-def test_a_released_buffer_keeps_no_chunks() -> None:
-    buffer = Buffer(torch.zeros(2048, dtype=torch.uint8))
-    chunk = weakref.ref(buffer.chunks(SMALL, torch.float32)[0])
-    assert chunk() is not None
-    buffer.release()
-    assert chunk() is None

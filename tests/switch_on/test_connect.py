@@ -260,15 +260,3 @@ def test_shared_memory_that_does_not_suffice_is_named() -> None:
         "p2p, fewer slots or a shorter lifetime",
     ]
     assert Connection("p2p", "", {}, {}, [("a", 0)]).shared_memory_problems({0: 1000}) == []
-
-
-@ranks(2)
-def test_others_make_groups_of_the_same_ranks_later() -> None:
-    """The number of groups decreases and increases again: torch would repeat the name of our group."""
-    others = dist.new_group([0, 1], use_local_synchronization=True)
-    transport = connect("p2p", [(0, 1)], [], timeout=20.0).transports[0, 1]
-    dist.destroy_process_group(others)
-    for group in (dist.new_group([0, 1], use_local_synchronization=True), transport.group):
-        total = torch.tensor([1])
-        dist.all_reduce(total, group=group)
-        assert int(total) == 2

@@ -165,13 +165,6 @@ def test_command_lines_as_the_launcher(
             assert "note: " not in said, said
 
 
-@pytest.mark.parametrize("flag", ["--moe-fssdp-slot", "--moe_fssdp_slots", "--no-moe-fssdp"])
-def test_a_misspelt_flag_is_refused_with_the_list_of_flags(flag: str, launch: Any) -> None:
-    status, said = launch("--", "script.py", f"{flag}=2")
-    assert status == 2
-    assert f"{flag} does not exist; megatron-hecate run --help lists the flags" in said
-
-
 def test_sections_and_values_that_are_no_values(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -215,19 +208,3 @@ def test_slots_that_do_not_fit_the_job(
         assert (status, said) == (0, "would switch on\n")
     else:
         assert status == (2 if isinstance(slots, str) else 1) and refused in said, said
-
-
-def test_speeds_are_searched_where_the_job_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (path := tmp_path / "job.json").write_text(
-        json.dumps({**SIZE, "moe_fssdp_speeds": "fast.json"})
-    )
-    status, said = _check(path, capsys)
-    assert status == 2 and "speeds='fast.json' must be the name of a file that" in said
-    (speeds := tmp_path / "fast.json").write_text("{}")
-    status, said = _check(path, capsys)
-    assert status == 2 and "fast.json does not hold measured speeds (KeyError" in said
-    speeds.write_text((ROOT / "tests" / "data" / "free_copies.json").read_text())
-    assert _check(path, capsys) == (0, "would switch on\n")

@@ -5,6 +5,7 @@ FSDP2 and Megatron's builder are the real ones; Bridge and its adapters are stan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,81 +57,63 @@ def _adapt(module: Any, name: str) -> None:
     setattr(module, name, LoRALinear(getattr(module, name)))
 
 
-@ranks(2)
-@pytest.mark.parametrize("wrapped", ["before the hook", "after the hook"])
-def test_fsdp2(wrapped: str) -> None:
+def _adapt_experts(chunks: list) -> None:
     import tiny_gpt
 
-    chunks, _ = _stock_model()
-    if wrapped == "before the hook":
-        _shard(chunks)
-        before = snapshot(chunks)
-        with pytest.raises(
-            ValueError, match=f"cannot be switched on:\n  - --moe-fssdp with {FSDP2}"
-        ):
-            tiny_gpt.fssdp_hook()(chunks)
-        assert snapshot(chunks) == before
-    else:
-        tiny_gpt.fssdp_hook()(chunks)
-        _shard(chunks)
-        for _ in range(2):
-            with pytest.raises(
-                ValueError, match=f"FSSDP cannot run:\n  - --moe-fssdp with {FSDP2}"
-            ):
-                _forward(chunks)
+    # the attention's are no concern of ours
+    _adapt(chunks[0].decoder.layers[0].self_attention, "linear_proj")
+    _adapt(tiny_gpt.moe_layers(chunks)[1].experts.local_experts[0], "linear_fc1")
 
 
-@ranks(2)
-@pytest.mark.parametrize("adapted", ["before the hook", "after the hook"])
-def test_adapters_of_experts(adapted: str) -> None:
+def _quantize_experts(chunks: list) -> None:
+    """ModelOpt gives linears another class in place: before DDP, or after it, as NeMo-RL and verl do."""
     import tiny_gpt
 
-    chunks, _ = _stock_model()
-    attention, experts = (
-        chunks[0].decoder.layers[0].self_attention,
-        tiny_gpt.moe_layers(chunks)[1].experts,
-    )
-    _adapt(attention, "linear_proj")  # these are no concern of ours
-    if adapted == "before the hook":
-        _adapt(experts.local_experts[0], "linear_fc1")
-        with pytest.raises(
-            ValueError, match=r"peft='LoRALinear': adapters wrap .* set its peft to None"
-        ):
-            tiny_gpt.fssdp_hook()(chunks)
-    else:
-        tiny_gpt.fssdp_hook()(chunks)
-        _adapt(experts.local_experts[0], "linear_fc1")
-        with pytest.raises(
-            ValueError, match="FSSDP cannot run:\n  - --moe-fssdp with peft='LoRALinear'"
-        ):
-            _forward(chunks)
+    for linear in (
+        chunks[0].decoder.layers[0].self_attention.linear_proj,
+        tiny_gpt.moe_layers(chunks)[1].experts.local_experts[0].linear_fc1,
+    ):
+        fields = {"__module__": "modelopt.torch.opt.dynamic"}
+        linear.__class__ = type("QuantLinear", (type(linear),), fields)
+
+
+# who takes the experts' weights, and the setting and the way out of the message
+OWNERS: dict[str, tuple[Callable[[list], None], str]] = {
+    "FSDP2": (_shard, FSDP2),
+    "adapters": (
+        _adapt_experts,
+        "peft='LoRALinear': adapters wrap .* set its peft to None",
+    ),
+    "ModelOpt": (
+        _quantize_experts,
+        "modelopt_enabled=True: ModelOpt replaces .* a script that trains without ModelOpt",
+    ),
+}
 
 
 @ranks(2)
-def test_modelopt_in_experts() -> None:
-    """It gives linears another class in place: before DDP, or after it, as NeMo-RL and verl do."""
+def test_owners_of_experts() -> None:
+    """Before the hook, which leaves the model as it was, and after it, in every forward."""
     import tiny_gpt
-
-    def quantize(module: Any) -> None:
-        module.__class__ = type(
-            "QuantLinear", (type(module),), {"__module__": "modelopt.torch.opt.dynamic"}
-        )
 
     case = tiny_gpt.Case()
     tiny_gpt.initialize(case)
-    message = r"modelopt_enabled=True: ModelOpt replaces .* a script that trains without ModelOpt"
-    for when in ("before the hook", "after the hook"):
+    for take, message in OWNERS.values():
         chunks, _ = tiny_gpt.build(case)
-        quantize(chunks[0].decoder.layers[0].self_attention.linear_proj)
-        linear = tiny_gpt.moe_layers(chunks)[1].experts.local_experts[0].linear_fc1
-        if when == "before the hook":
-            quantize(linear)
-            with pytest.raises(ValueError, match=message):
-                tiny_gpt.fssdp_hook()(chunks)
-        else:
+        take(chunks)
+        before = snapshot(chunks)
+        with pytest.raises(
+            ValueError, match=f"cannot be switched on:\n  - --moe-fssdp with {message}"
+        ):
             tiny_gpt.fssdp_hook()(chunks)
-            quantize(linear)
-            with pytest.raises(ValueError, match=f"FSSDP cannot run:\n  - .*{message}"):
+        assert snapshot(chunks) == before
+        chunks, _ = tiny_gpt.build(case)
+        tiny_gpt.fssdp_hook()(chunks)
+        take(chunks)
+        for _ in range(2):
+            with pytest.raises(
+                ValueError, match=f"FSSDP cannot run:\n  - --moe-fssdp with {message}"
+            ):
                 _forward(chunks)
 
 

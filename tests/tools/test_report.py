@@ -188,9 +188,9 @@ def test_slow_and_hot_ranks_are_named(tmp_path: Path) -> None:
     held = recorded.arrays(size, fssdp=False)
     load = np.full_like(held["load"], 100)
     load[:, :, : load.shape[2] // 4] = 200  # the experts of rank 0
-    tokens = load.reshape(40, 2, 4, -1).sum(axis=3)
-    pace = np.ones((40, 1, 4))
-    pace[20:, :, 3] = 1.5
+    tokens = load.reshape(40, 2, 4, -1).sum(axis=(1, 3))
+    pace = np.ones((40, 4))
+    pace[20:, 3] = 1.5
     held |= {"load": load, "timed_tokens": tokens, "timed_ns": (1000 * tokens * pace).astype(int)}
     held.pop("peak", None)
     content = _content(recorded.write(tmp_path / "run", size, held=held))
@@ -271,6 +271,9 @@ def test_the_page_and_what_if_give_one_number(
     size = recorded.Size(num=12, layers=3, experts=16, ranks=4, tokens=800_000, skew=1.5)
     held = recorded.arrays(size, fssdp=False)
     held["time"] = 1.7e9 + 0.4 * np.arange(size.num)
+    by_rank = held["load"].reshape(size.num, size.layers, size.ranks, -1).sum(axis=3)
+    extra = np.random.default_rng(3).integers(1, 5_000, (size.num, size.layers))
+    held["peak"] = by_rank.max(axis=2) + extra  # microbatches differ
     folder = recorded.write(tmp_path / "run", size, held=held, transport="")
     content = _content(folder)
     saved = tmp_path / "saved.json"

@@ -112,15 +112,3 @@ def test_the_first_screen(tmp_path: Path) -> None:
             assert browser.evaluate(bottom) <= height, "the command is on the first screen"
             assert _text(browser, "#summary .next code") == found["verdict"]["command"]
             assert browser.evaluate(OVERFLOW) <= 0 and browser.messages == []
-
-
-def test_the_page_of_two_runs(tmp_path: Path) -> None:
-    recorded.write(tmp_path / "stock", SIZE, held=recorded.arrays(SIZE, fssdp=False))
-    recorded.write(tmp_path / "ours", SIZE, held=recorded.arrays(SIZE))
-    page = tmp_path / "both.html"
-    assert report.main([str(tmp_path / "stock"), str(tmp_path / "ours"), "--out", str(page)]) == 0
-    with Browser(width=390, height=844) as browser:
-        browser.open(page)
-        text = _text(browser, "#compared")
-        assert "stock (stock)" in text and "ours (FSSDP)" in text and "measured step, ms" in text
-        assert browser.evaluate(OVERFLOW) <= 0 and browser.messages == []

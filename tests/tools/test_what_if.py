@@ -1,7 +1,7 @@
-"""What if: the recommendation, and the command as a user calls it.
+"""What if, and the page: the recommendation, and the command as a user calls it.
 
-Oracles: that skew which anybody would treat is recommended for, and balance is not; messages that name the way out. A
-wrong recommendation costs a user weeks.
+Oracles: that skew which anybody would treat is recommended for, and balance is not; shares of a step by hand; messages
+that name the way out, and commands that are run as they are printed. A wrong recommendation costs a user weeks.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import recorded
 
 from megatron_hecate.__main__ import main
 from megatron_hecate.config import HecateConfig
-from megatron_hecate.plan import H100, LayerShape, Link
-from megatron_hecate.record import run_writer
-from megatron_hecate.record.run_folder import RunInfo
-from megatron_hecate.record.run_writer import RunWriter
+from megatron_hecate.plan import LayerShape
+from megatron_hecate.record.run_folder import read
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
+from megatron_hecate.tools import report
 from megatron_hecate.tools.recommendation import recommend
 from megatron_hecate.tools.replay import Outcome
 from megatron_hecate.tools.step_model import PARTS
@@ -30,6 +31,9 @@ pytestmark = pytest.mark.fast
 
 SMALL = "olmoe,experts=16,layers=4"
 BASE = ("--model", SMALL, "--cluster", "h100x8", "--ranks", "8", "--steps", "4")
+SIZE = recorded.Size(num=6, layers=2, experts=16, tokens=800_000, skew=1.5)
+ONE_WAY = ("--slots", "1", "--lifetime", "iteration", "--transport", "nvlink")
+UNKNOWN = dict(shape={}, speeds={}, memory={})
 
 
 def skewed(path: Path, *, hot: int, sources: int = 8) -> str:
@@ -39,6 +43,53 @@ def skewed(path: Path, *, hot: int, sources: int = 8) -> str:
     counts = np.random.default_rng(1).multinomial(40_000, share / share.sum(), size=(8, 2, sources))
     np.savez(path, counts=counts)
     return str(path)
+
+
+def _observed(
+    folder: Path,
+    size: recorded.Size = SIZE,
+    *,
+    step_ms: float = 400.0,
+    load: np.ndarray | None = None,
+    **fields: Any,
+) -> Path:
+    """Write the record of an observed run with steps of ``step_ms``."""
+    held = recorded.arrays(size, fssdp=False)
+    held["time"] = 1.7e9 + step_ms / 1e3 * np.arange(size.num)
+    if load is not None:
+        held["load"] = load
+    return recorded.write(folder, size, held=held, transport="", **fields)
+
+
+def _simulated(folder: Path, *flags: str) -> dict[str, Any]:
+    """Return what ``what-if`` saves about one way."""
+    saved = folder / "saved.json"
+    assert main(["what-if", str(folder), *ONE_WAY, *flags, "--save", str(saved)]) == 0
+    return json.loads(saved.read_text())
+
+
+def _outcomes(*seconds: float, **parts: float) -> list[Outcome]:
+    """Return forced balance, stock, and one way of FSSDP that gains ``parts`` and has memory for replicas."""
+    memory = ExpertMemory(
+        weights=10, grads=20, optimizer=60, replica_weights=0, replica_grads=0, transport=0
+    )
+    bare = dict(name="way", imbalance=1.0, memory=memory, parts=dict.fromkeys(PARTS, 0.0))
+    found = [Outcome(slots=0, seconds=time, **bare) for time in seconds]
+    found[2] = dataclasses.replace(
+        found[2],
+        slots=1,
+        used=1,
+        memory=dataclasses.replace(memory, replica_weights=10, replica_grads=20),
+        parts={**bare["parts"], **parts},
+    )
+    return found
+
+
+def chosen(flags: str) -> HecateConfig:
+    """What these command line flags are to a training run."""
+    return HecateConfig.from_arguments(
+        HecateConfig.add_arguments(argparse.ArgumentParser()).parse_args(flags.split())
+    )
 
 
 def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -54,6 +105,9 @@ def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, capsys: pytest.Capt
     )  # here every rank can hold the hot expert: its tokens stay
     saved = json.loads(saved_file.read_text())
     forced, stock, *ways = saved["outcomes"]
+    for one in (forced, *ways):
+        gain = stock["seconds"] - one["seconds"]
+        assert sum(one["parts"].values()) == pytest.approx(gain, rel=1e-9)
     settings = chosen(saved["flags"])
     best = next(
         w for w in ways if (w["slots"], w["lifetime"]) == (settings.slots, settings.lifetime)
@@ -75,33 +129,6 @@ def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, capsys: pytest.Capt
     assert saved["flags"] is None and saved["recommendation"].startswith("do not switch it on")
 
 
-def chosen(flags: str) -> HecateConfig:
-    """What these command line flags are to a training run."""
-    return HecateConfig.from_arguments(
-        HecateConfig.add_arguments(argparse.ArgumentParser()).parse_args(flags.split())
-    )
-
-
-def some_outcomes(*seconds: float) -> list[Outcome]:
-    """Forced balance, stock and ways of FSSDP, the last with memory for replicas."""
-    memory = ExpertMemory(
-        weights=10, grads=20, optimizer=60, replica_weights=0, replica_grads=0, transport=0
-    )
-    with_replicas = dataclasses.replace(memory, replica_weights=10, replica_grads=20)
-    figures = dict(imbalance=1.0, parts=dict.fromkeys(PARTS, 0.0))
-    return [
-        Outcome(
-            name=f"way {i}",
-            slots=int(i > 1),
-            seconds=time,
-            memory=with_replicas if i > 1 else memory,
-            used=2,
-            **figures,
-        )
-        for i, time in enumerate(seconds)
-    ]
-
-
 @pytest.mark.parametrize("stages", [[], ["--pp", "2", "--vpp", "2"]])
 def test_a_measured_step_scales_the_rest_of_it(
     stages: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
@@ -120,7 +147,7 @@ def test_a_measured_step_scales_the_rest_of_it(
 
 
 def test_replicas_that_do_not_fit_are_not_recommended() -> None:
-    forced, stock, way = some_outcomes(1.0, 2.0, 1.1)
+    forced, stock, way = _outcomes(1.0, 2.0, 1.1)
     capacity = (stock.memory.total + way.memory.total) / 2
     advice = recommend([forced, stock, way], capacity)
     text = advice.text
@@ -135,11 +162,26 @@ def test_a_modelled_step_gives_a_range_and_no_verdict_across_3_percent() -> None
         (0.96, "no verdict without the time of a stock step, --step-ms: 2.8% to 7.0%"),
         (0.99, "do not switch it on: 0.7% to 1.8%"),
     ):
-        advice = recommend(some_outcomes(0.8, 1.0, seconds), 0.0, error=0.45)
+        advice = recommend(_outcomes(0.8, 1.0, seconds), 0.0, error=0.45)
         best = advice.best
         text = advice.text
         assert text.startswith(f"{said} of a step to win (imbalance costs 14.7% to 31.2%"), text
         assert (best is not None) == text.startswith("switch")
+
+
+def test_the_experts_speed_changes_the_gain_in_expert_compute_alone() -> None:
+    """By hand: 10 % in compute times 0.54 and 1.15, and 10 % in all-to-alls."""
+    gains = {"expert compute": 0.1, "all-to-all": 0.1}
+    text = recommend(_outcomes(0.8, 1.0, 0.8, **gains), 0.0).text
+    assert "; 15.4% to 21.5%, since the experts' speed is assumed" in text
+
+
+def test_a_loss_has_a_range_in_order() -> None:
+    """By hand: 2 % of a step more, over a stock step that lasts 1.45 or 0.55 times as long."""
+    text = recommend(_outcomes(1.0, 1.0, 1.02), 0.0, error=0.45).text
+    assert text.startswith("do not switch it on: -3.6% to -1.4% of a step to win"), text
+    # a step three times as long is no reason to try it
+    assert recommend(_outcomes(1.0, 1.0, 3.0), 0.0, error=0.45).verdict == "no"
 
 
 def test_the_distributed_optimizer_shards_its_state(tmp_path: Path) -> None:
@@ -153,41 +195,20 @@ def test_the_distributed_optimizer_shards_its_state(tmp_path: Path) -> None:
         assert stock["memory"]["optimizer"] == 12 * parameters // shards
 
 
-def record(
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    loads: np.ndarray,
-    peaks: np.ndarray | None = None,
-    **info: Any,
-) -> None:
-    """Write a run folder as observing does, with a step every 100 s."""
-    now = [0.0]
-    monkeypatch.setattr(run_writer.time, "time", lambda: now[0])
-    names = tuple(f"layer {i + 1}" for i in range(loads.shape[1]))
-    settings = dict(mode="observe", layers=names, num_experts=16, ranks=4, node=(0,) * 4, top_k=2)
-    writer = RunWriter(folder, RunInfo(**{**settings, **info}))
-    for iteration, load in enumerate(loads):
-        now[0] += 100.0
-        peak = {} if peaks is None else {"peak": peaks[iteration]}
-        writer.append(iteration, load=load, **peak)
-    writer.close()
-
-
 def test_a_record_knows_microbatches_tokens_and_step_time(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Oracle: the same job with everything said by flags, and a note for each flag that contradicts the record."""
     tokens, microbatches = 2048, 2
     share = np.array([30.0] + [1.0] * 15)
-    loads = np.random.default_rng(2).multinomial(
+    load = np.random.default_rng(2).multinomial(
         tokens * microbatches * 4 * 2, share / share.sum(), size=(6, 2)
     )
     elements = 3 * 2048 * 1024
     sizes = LayerShape(2 * elements, 4 * elements, 4096, 2 * elements, microbatches=microbatches)
-    shape = dataclasses.asdict(sizes)
-    record(tmp_path / "run", monkeypatch, loads=loads, shape=shape)
-    command = ["what-if", str(tmp_path / "run"), "--cluster", "h100x8", "--slots", "1"]
+    fields = dict(UNKNOWN, shape=dataclasses.asdict(sizes), node=(0,) * 4)
+    run = str(_observed(tmp_path / "run", step_ms=1e5, load=load, **fields))
+    command = ["what-if", run, "--cluster", "h100x8", "--slots", "1"]
     command += ["--model", "olmoe,experts=16,layers=2,top_k=2"]
     said = ["--microbatches", "2", "--micro-batch", "1", "--seq", "2048", "--step-ms", "100000"]
     outcomes = []
@@ -210,21 +231,11 @@ def test_a_record_knows_microbatches_tokens_and_step_time(
 
 
 def test_a_run_folder_tells_ranks_and_what_is_guessed(
-    tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Oracle: what was written into the folder."""
-    loads = np.random.default_rng(0).integers(100, 5000, size=(6, 2, 16))
-    record(tmp_path / "run", monkeypatch, loads=loads)
-    command = [
-        "what-if",
-        str(tmp_path / "run"),
-        "--model",
-        SMALL,
-        "--cluster",
-        "h100x8",
-        "--slots",
-        "1",
-    ]
+    run = str(_observed(tmp_path / "run", step_ms=1e5, node=(0,) * 4, **UNKNOWN))
+    command = ["what-if", run, "--model", SMALL, "--cluster", "h100x8", "--slots", "1"]
     assert main(command) == 0
     text = capsys.readouterr().out
     assert (
@@ -270,35 +281,6 @@ def test_errors_say_the_way_out(
     assert stopped.value.code == 2 and message in error, error
 
 
-def test_the_parts_of_a_gain_are_those_of_steps_without_the_others(tmp_path: Path) -> None:
-    """Oracle: the same job on links that take no time has no all-to-all and no copies to win or lose."""
-    trace, save = skewed(tmp_path / "hot.npz", hot=30), tmp_path / "saved.json"
-    free = tmp_path / "free.json"
-    link = Link(1e18, 0.0)
-    speeds = dataclasses.replace(H100, intra=link, inter=link, routing=0.0, contention=0.0)
-    speeds = dataclasses.replace(speeds, memory=1e18, launch=0.0)
-    speeds.save(free, origin="test")
-    found = {}
-    for cluster in ("h100x8", str(free)):
-        command = [*BASE, "--cluster", cluster, "--slots", "2", "--lifetime", "iteration"]
-        assert main(["what-if", trace, *command, "--save", str(save)]) == 0
-        found[cluster] = json.loads(save.read_text())["outcomes"]
-        forced, stock, *ways = found[cluster]
-        for one in (forced, *ways):
-            gain = stock["seconds"] - one["seconds"]
-            assert sum(one["parts"].values()) == pytest.approx(gain, rel=1e-9)
-    forced, stock, way, _ = found[str(free)]
-    assert forced["parts"]["expert compute"] == pytest.approx(stock["seconds"] - forced["seconds"])
-    real, on_links = found["h100x8"], found[str(free)]
-    assert real[0]["parts"]["expert compute"] == pytest.approx(
-        on_links[0]["parts"]["expert compute"], rel=1e-3
-    )
-    assert real[0]["parts"]["all-to-all"] > 0 == pytest.approx(way["parts"]["all-to-all"], abs=1e-6)
-    assert real[2]["parts"]["copies and routing"] < 0
-    assert real[2]["parts"]["all-to-all"] > real[0]["parts"]["all-to-all"]
-    assert way["parts"]["copies and routing"] == pytest.approx(0.0, abs=1e-6)
-
-
 def test_p2p_sends_every_copy_from_the_home(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """One hot expert, a copy on each of the 7 other ranks: 7 chunks leave its home with p2p, about one with nvlink."""
     save = tmp_path / "saved.json"
@@ -312,39 +294,99 @@ def test_p2p_sends_every_copy_from_the_home(tmp_path: Path, capsys: pytest.Captu
     assert "FSSDP, 1 slot, layer, p2p" in capsys.readouterr().out
 
 
-def test_microbatches_that_differ_cost_more_than_their_sum(
+def test_an_obstacle_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Experts that do not fit, and a single rank, where nothing is uneven."""
+    memory = 1 << 28
+    folder = _observed(tmp_path / "small", job=dict(device_bytes=memory))
+    assert report.main([str(folder)]) == 0
+    text = capsys.readouterr().out
+    assert "stock itself does not fit" in text and "nothing to win" not in text
+    alone = recorded.Size(num=4, layers=2, ranks=1)
+    assert report.main([str(_observed(tmp_path / "alone", alone))]) == 0
+    text = capsys.readouterr().out
+    assert "nothing to win" in text and "slots are never filled" not in text
+    assert "(--ranks, --ep, --microbatches):\n" in text
+
+
+def test_speeds_that_do_not_fit_the_steps_are_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Oracle: by hand, a step cannot lose more time than it took."""
+    for flops, fits in ((4.4e14, True), (4.4e8, False)):
+        folder = tmp_path / f"{flops:g}"
+        held = recorded.arrays(SIZE)
+        held["time"] = 1.7e9 + 0.4 * np.arange(SIZE.num)
+        recorded.write(folder, SIZE, held=held, speeds={**recorded.SPEEDS, "flops": flops})
+        assert report.main([str(folder)]) == 0
+        text = capsys.readouterr().out
+        assert ("No verdict, since times are not known" in text) != fits, text
+        assert ("but a step took 400.0 ms: train with --moe-fssdp-speeds FILE" in text) != fits
+        assert ("of a stock step" in text) == fits
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--microbatches", "8"),
+        ("--seq", "5000"),
+        ("--ranks", "8", "--pp", "2"),
+    ],
+    ids=["microbatches", "tokens", "stages"],
+)
+def test_a_recorded_step_is_not_one_with_other_work(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = _observed(tmp_path / "run")
+    _simulated(folder)
+    assert "stock step 400 ms" in capsys.readouterr().out
+    _simulated(folder, *flags)
+    text = capsys.readouterr().out
+    assert "stock step unknown" in text and "give --step-ms" in text
+    # more ranks with the same work each: data parallelism
+    _simulated(folder, "--ranks", "16")
+    assert "16 ranks, EP 4, PP 1" in (text := capsys.readouterr().out)
+    assert "stock step 400 ms" in text
+
+
+def _page(folder: Path) -> dict[str, Any]:
+    """Return the page's content."""
+    export = folder / "page.json"
+    assert report.main([str(folder), "--export", str(export)]) == 0
+    return json.loads(export.read_text())
+
+
+def test_iterations_in_which_a_layer_is_idle_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Oracle: the same record without these iterations."""
+    held = recorded.arrays(SIZE, fssdp=False)
+    held["time"] = 1.7e9 + 0.4 * np.arange(SIZE.num)
+    held["load"][[2, 4], 1] = 0
+    folder = recorded.write(tmp_path / "run", SIZE, held=held)
+    found = _simulated(folder)
+    assert "note: left out: 2 of 6 iterations, where a layer has no" in capsys.readouterr().out
+    rest = np.delete(np.arange(SIZE.num), [2, 4])
+    whole = {name: array[rest] for name, array in held.items()}
+    right = _simulated(recorded.write(tmp_path / "right", SIZE, held=whole))
+    for one, other in zip(found["outcomes"], right["outcomes"], strict=True):
+        for name in ("seconds", "imbalance", "sent"):
+            assert one[name] == pytest.approx(other[name], rel=1e-6), name
+    assert _page(folder)["verdict"]["text"].startswith("Switch FSSDP on")
+
+
+def test_commands_name_folders_as_a_shell_reads_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Oracle: brute force over microbatches. EP 8, four microbatches, each with its own hot rank."""
-    rng = np.random.default_rng(3)
-    hot = np.array([2.0] + [1.0] * 15)
-    share = hot / hot.sum() * rng.gamma(12.0, size=(6, 2, 4, 16))
-    share /= share.sum(axis=3, keepdims=True)
-    every = rng.multinomial(8 * 4096 * 2, share)
-    of_ranks = every.reshape(6, 2, 4, 8, 2).sum(axis=4)
-    peak = np.zeros((6, 2), np.int64)
-    for step, layer, microbatch in np.ndindex(6, 2, 4):
-        peak[step, layer] += max(of_ranks[step, layer, microbatch].tolist())
-    mean = of_ranks.sum(axis=(2, 3)) / 8
-    elements = 3 * 2048 * 1024
-    sizes = LayerShape(2 * elements, 4 * elements, 4096, 2 * elements, microbatches=4)
-    speeds = dataclasses.asdict(H100)
-    info = dict(shape=dataclasses.asdict(sizes), speeds=speeds, ranks=8, node=(0,) * 8)
-    save = tmp_path / "saved.json"
-    found = {}
-    for name, peaks in (("summed", None), ("each", peak)):
-        loads = every.sum(axis=2)
-        record(tmp_path / name, monkeypatch, loads=loads, peaks=peaks, **info)
-        command = ["what-if", str(tmp_path / name), "--slots", "1", "--transport", "nvlink"]
-        assert main([*command, "--lifetime", "iteration", "--save", str(save)]) == 0
-        found[name] = json.loads(save.read_text())["outcomes"]
-    # The first recorded step has no forecast and is not counted.
-    summed = (of_ranks.sum(axis=2).max(axis=2) / mean)[1:].mean()
-    each = (peak / mean)[1:].mean()
-    assert each > summed + 0.03
-    assert found["summed"][1]["imbalance"] == pytest.approx(summed, rel=1e-3)
-    assert found["each"][1]["imbalance"] == pytest.approx(each, rel=1e-3)
-    forced, stock, way = found["each"]
-    seconds = 2 * 4 * (each - 1) * 4096 * 2 * 3 * 2 * elements / H100.flops
-    assert forced["parts"]["expert compute"] == pytest.approx(seconds, rel=1e-2)
-    assert 1 < way["imbalance"] < stock["imbalance"]
+    """Oracle: a shell's words."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("my run ü", "it's $HOME"):
+        folder = Path(name)
+        switch_on = shlex.split(_page(_observed(folder))["verdict"]["command"])
+        assert f"{name}-fssdp" in switch_on
+        words = shlex.split(_page(_observed(folder, **UNKNOWN))["verdict"]["command"])
+        assert words[:3] == ["megatron-hecate", "what-if", name]
+    with pytest.raises(ValueError, match="write one with --moe-fssdp-record 'no run'"):
+        read("no run")
+    held = recorded.arrays(SIZE)
+    words = shlex.split(_page(recorded.write(folder, SIZE, held=held))["verdict"]["command"])
+    assert main([word.replace("STOCK_RUN", name) for word in words[1:]]) == 0

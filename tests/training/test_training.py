@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 
 import pytest
 import torch
@@ -72,32 +71,6 @@ def test_skipped_steps_and_replanning() -> None:
             assert a is None or a is not b, "replicas of one iteration were used in the next"
     assert any(replicas is not None for step in seen for replicas in step)
     assert torch.isfinite(torch.tensor(losses)).all()
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_loaded_weights_replace_replicas() -> None:
-    """Weights that are loaded between two forwards of one iteration: no replica may compute with the old ones."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized()
-
-    def scenario(hook: Callable | None) -> list[float]:
-        run, seen = tiny_gpt.train(case, steps=2, hook=hook), []
-        for share in (1.0, 0.5):
-            state = {
-                k: v * share if torch.is_tensor(v) else v
-                for k, v in run.chunks[0].state_dict().items()
-            }
-            run.chunks[0].load_state_dict(state)
-            with tiny_gpt.evaluating(run.chunks):
-                seen.append(
-                    tiny_gpt.run(case, run.chunks, 50, num_microbatches=1, forward_only=True)
-                )
-        return [*seen, run.step(2)]
-
-    stock, ours = scenario(None), scenario(tiny_gpt.fssdp_hook())
-    assert ours == pytest.approx(stock, rel=1e-5) and abs(stock[0] - stock[1]) > 1e-3
 
 
 @ranks(2)
@@ -198,24 +171,3 @@ def test_parameters_replaced_after_the_hook() -> None:
     tiny_gpt.assert_trained_alike(
         stock, tiny_gpt.train(case, hook=lambda c: replace(hook(c)), steps=4)
     )
-
-
-@ranks(2)
-def test_hooks_of_users_fire_once() -> None:
-    """On the experts as a whole, and on other parts of the layer; see `test_expert_parts` for single experts."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized()
-    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
-    fired: list[str] = []
-    layer = tiny_gpt.moe_layers(run.chunks)[0]
-    layer.experts.register_forward_hook(lambda *_: fired.append("experts"))
-
-    def note(name: str) -> Callable[..., Any]:
-        return lambda *_: fired.append(name)
-
-    layer.router.register_forward_pre_hook(note("router"))
-    layer.register_forward_hook(note("layer"))
-    run.step(2)
-    assert layer.fssdp.replicas is not None
-    assert fired == ["router", "experts", "layer"]
