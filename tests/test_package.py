@@ -33,12 +33,6 @@ PAGE = {
     "charts.js", "page.css", "page.html", "page.js", "summary.js", "uplot.LICENSE", "uplot.min.css", "uplot.min.js",
 }  # fmt: skip
 LICENCES = {"LICENSE", "NOTICE", "megatron_hecate/tools/page/uplot.LICENSE"}
-# Beside the package and the kernels; of docs and examples one file each, by which all others come.
-SOURCE = LICENCES | {
-    "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "CHANGELOG.md", "kernels/README.md", "docs/install.md",
-    "examples/pretrain_gpt.py",
-}  # fmt: skip
-OTHER_FOLDERS = {"tests", "bench", "patches", ".ci"}
 BUILD = "import sys\nfrom setuptools import build_meta\nprint(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
@@ -159,19 +153,6 @@ def test_the_wheel_is_complete_and_holds_nothing_else(built: Built) -> None:
         assert (
             built.read(f"megatron_hecate/kernels/{name}") == (ROOT / "kernels" / name).read_bytes()
         )
-
-
-def test_the_sdist_is_complete_and_has_no_part_of_the_tests(built: Built) -> None:
-    found = {str(p.relative_to(built.source)) for p in built.source.rglob("*") if p.is_file()}
-    stated = SOURCE | _modules(ROOT) | {"megatron_hecate/py.typed"}
-    stated |= {f"kernels/{name}" for name in KERNELS}
-    stated |= {f"megatron_hecate/tools/page/{name}" for name in PAGE}
-    assert not stated - found
-    assert not {
-        name for name in found if name.split("/")[0] in OTHER_FOLDERS or "__pycache__" in name
-    }
-    for page in (ROOT / "docs").iterdir():
-        assert f"docs/{page.name}" in found, "the README refers to it"
 
 
 def test_metadata(built: Built) -> None:

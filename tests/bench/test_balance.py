@@ -55,26 +55,21 @@ def run(trace: Path, *more: str) -> list[dict]:
 def test_the_figures_are_those_of_the_plans(trace) -> None:
     command = ["--trace", str(trace), "--per-node", "4", "--slots", "1", "--ranks", "8"]
     (case,) = balance._arguments(command).cases
-    load, node = np.load(trace)["counts"].astype(int), np.arange(8) // 4
+    node = np.arange(8) // 4
     for name, planner in find_planners().items():
         plans: list[tuple] = []
 
         def record(before, after, quotas, plans=plans) -> None:
             dense = np.zeros((8, 16, 8), dtype=int)
             dense[:, quotas.expert, quotas.rank] = quotas.tokens
-            plans.append((before.holders, after.holders, after.home, dense))
+            plans.append((before.holders, after.holders, dense))
 
         result = balance.replay(planner, case, record=record)
         row = result.row(case, planner, skip=1, forced_seconds=1.0)
-        placed, holders, home, quota = (
+        placed, holders, quota = (
             np.reshape(parts, (4, 2, *np.shape(parts[0]))) for parts in zip(*plans, strict=True)
         )
-        if name != "forced":
-            assert (quota.sum(axis=-1) == load).all()
-        assert (quota.sum(axis=(-1, -2)) == load.sum(axis=-1)).all()
-        assert not (quota.sum(axis=2) * ~holders).any()
-        assert np.take_along_axis(holders, home[..., None], axis=-1).all()
-
+        # `test_rivals` shows that they are valid
         rank = quota.sum(axis=(2, 3))[1:]
         imbalance = rank.max(axis=-1) / rank.mean(axis=-1)
         assert float(row["imbalance_mean"]) == pytest.approx(imbalance.mean())

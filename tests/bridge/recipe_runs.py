@@ -39,64 +39,26 @@ MODELS = {
         ),
     ),
 }
-# What makes a recipe small enough, and leaves out what needs a GPU.
-OVERRIDES = (
-    *(f"model.{name}=1" for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")),
-    "model.expert_model_parallel_size=2",
-    "model.sequence_parallel=false",
-    "model.seq_length=64",
-    "dataset.seq_length=64",
-    "dataset.num_workers=0",
-    "+dataset.skip_getting_attention_mask_from_dataset=false",
-    "tokenizer.tokenizer_type=NullTokenizer",
-    "tokenizer.tokenizer_model=null",
-    "tokenizer.vocab_size=500",
-    "tokenizer.hf_tokenizer_kwargs={}",
-    "train.global_batch_size=8",
-    "train.micro_batch_size=2",
-    "train.train_iters=4",
-    "scheduler.lr_warmup_iters=1",
-    "scheduler.lr_decay_iters=20",
-    "optimizer.lr=3e-3",
-    "optimizer.min_lr=1e-4",
-    "validation.eval_iters=0",
-    "logger.log_interval=1",
-    "logger.tensorboard_dir=null",
-    "checkpoint.save=null",
-    "checkpoint.load=null",
-    "dist.distributed_backend=gloo",
-    "dist.use_gloo_process_groups=true",
-    "model.transformer_impl=local",
-    "model.moe_flex_dispatcher_backend=null",
-    "model.moe_token_dispatcher_type=alltoall",
-    *(
-        f"model.{name}=false"
-        for name in (
-            "moe_permute_fusion",
-            "gradient_accumulation_fusion",
-            "apply_rope_fusion",
-            "bias_dropout_fusion",
-            "bias_activation_fusion",
-            "masked_softmax_fusion",
-            "persist_layer_norm",
-        )
-    ),
-    "model.cross_entropy_fusion_impl=native",
-    # fp32, in which sums of replicas agree with stock to 1e-5
-    "mixed_precision=null",
-    *(
-        f"{name}=false"
-        for name in ("model.bf16", "optimizer.bf16", "optimizer.use_precision_aware_optimizer")
-    ),
-    *(
-        f"{name}=torch.float32"
-        for name in (
-            "model.params_dtype",
-            "model.pipeline_dtype",
-            "model.autocast_dtype",
-            "optimizer.params_dtype",
-        )
-    ),
+# What makes a recipe small enough, and leaves out what needs a GPU; in fp32, in which sums of replicas agree with stock
+# to 1e-5.
+OVERRIDES = tuple(
+    """
+    model.tensor_model_parallel_size=1 model.pipeline_model_parallel_size=1 model.expert_model_parallel_size=2
+    model.sequence_parallel=false model.seq_length=64 dataset.seq_length=64 dataset.num_workers=0
+    +dataset.skip_getting_attention_mask_from_dataset=false tokenizer.tokenizer_type=NullTokenizer
+    tokenizer.tokenizer_model=null tokenizer.vocab_size=500 tokenizer.hf_tokenizer_kwargs={}
+    train.global_batch_size=8 train.micro_batch_size=2 train.train_iters=4 scheduler.lr_warmup_iters=1
+    scheduler.lr_decay_iters=20 optimizer.lr=3e-3 optimizer.min_lr=1e-4 validation.eval_iters=0
+    logger.log_interval=1 logger.tensorboard_dir=null checkpoint.save=null checkpoint.load=null
+    dist.distributed_backend=gloo dist.use_gloo_process_groups=true model.transformer_impl=local
+    model.moe_flex_dispatcher_backend=null model.moe_token_dispatcher_type=alltoall
+    model.moe_permute_fusion=false model.gradient_accumulation_fusion=false model.apply_rope_fusion=false
+    model.bias_dropout_fusion=false model.bias_activation_fusion=false model.masked_softmax_fusion=false
+    model.persist_layer_norm=false model.cross_entropy_fusion_impl=native mixed_precision=null
+    model.bf16=false optimizer.bf16=false optimizer.use_precision_aware_optimizer=false
+    model.params_dtype=torch.float32 model.pipeline_dtype=torch.float32 model.autocast_dtype=torch.float32
+    optimizer.params_dtype=torch.float32
+    """.split()
 )
 
 

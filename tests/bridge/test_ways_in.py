@@ -209,20 +209,6 @@ def test_the_overrides_that_are_named_are_ones_that_bridge_takes() -> None:
     pretrain.runtime_config_update(config)
 
 
-@ranks(2)
-def test_a_script_that_goes_round_pretrain_is_checked_when_the_model_is_built() -> None:
-    from bridge_on_cpu import recipe
-
-    from megatron_hecate import bridge
-
-    config = recipe()
-    bridge.enable(config)
-    config.model.finalize()
-    config.model.initialize_model_parallel(seed=1)
-    with pytest.raises(ValueError, match=r"FSSDP cannot be switched on:\n.*use_megatron_fsdp=True"):
-        config.model.provide_distributed_model(ddp_config=config.ddp, use_megatron_fsdp=True)
-
-
 @ranks(1)
 def test_another_bridge_is_refused() -> None:
     import bridge_on_cpu  # noqa: F401
@@ -239,7 +225,8 @@ def test_another_bridge_is_refused() -> None:
 @pytest.mark.parametrize("way", ["flags", "enabled"])
 @ranks(2)
 def test_a_provider_that_builds_without_pretrain(way: str) -> None:
-    """As frameworks of reinforcement learning do, with a hook of their own in place of registered ones."""
+    """As frameworks of reinforcement learning do, with a hook of their own in place of registered ones; what it asks for
+    is checked when the model is built."""
     from bridge_on_cpu import recipe
 
     from megatron_hecate import bridge
@@ -257,6 +244,10 @@ def test_a_provider_that_builds_without_pretrain(way: str) -> None:
     model = build(ddp_config=config.ddp, pre_wrap_hook=lambda chunks: seen.extend(chunks) or chunks)
     layers = [m for chunk in model for m in chunk.modules() if hasattr(m, "fssdp")]
     assert seen and [layer.fssdp.config.slots for layer in layers] == [1, 1]
+    if way == "enabled":
+        message = r"FSSDP cannot be switched on:\n.*use_megatron_fsdp=True"
+        with pytest.raises(ValueError, match=message):
+            build(ddp_config=config.ddp, use_megatron_fsdp=True)
 
 
 @ranks(2)

@@ -220,30 +220,17 @@ def test_a_large_job_switches_on(
     """What the hook tells and hears, of every simulated rank, by the package's own judges: few operations per rank, and
     what a rank reads does not grow with the job. Oracle: the simulated machines, 8 ranks on each, EP 64."""
     from megatron_hecate import HecateConfig
-    from megatron_hecate.comm.agreement import Note
-    from megatron_hecate.plan.world import H100
-    from megatron_hecate.replicas.memory_estimate import LIFETIMES
+    from megatron_hecate.comm.agreement import Note, _find_problems, shorten
     from megatron_hecate.switch_on import connect as connecting
-    from megatron_hecate.switch_on import proposal
 
-    config, of_group = HecateConfig(lifetime="auto", transport="p2p"), 64
-    memory = dict(
-        weights=10**9,
-        grads=2 * 10**9,
-        optimizer=3 * 10**9,
-        replica_weights=10**8,
-        replica_grads=10**8,
-    )
-    by_lifetime = {
-        name: {**memory, "transport": 10**8 // (1 + i)} for i, name in enumerate(LIFETIMES)
-    }
+    of_group = 64
     groups = [tuple(range(first, first + of_group)) for first in range(0, size, of_group)]
     names = [connecting._name_of(group) for group in groups]
 
     def site(rank: int) -> Any:
         group = groups[rank // of_group]
         return connecting._Site(
-            asked=config.transport,
+            asked="p2p",
             groups=[names[rank // of_group]],
             first_of=[group] if group[0] == rank else [],
             node=f"node-{rank // 8:05d}.cluster.example",
@@ -252,30 +239,14 @@ def test_a_large_job_switches_on(
         )
 
     def note(rank: int) -> Note:
-        slots = 3 if rank == size - 1 else 2
-        settings = {
-            **dataclasses.asdict(config),
-            "speeds": dataclasses.asdict(H100),
-            "slots": slots,
-        }
-        free = (
-            5_240_000_000 + 10**6 * rank
-        )  # least on rank 0: neither of the first two lifetimes fits there
-        return Note(
-            settings, [str(i) for i in range(48)], memory={"by_lifetime": by_lifetime, "free": free}
-        )
-
-    connection = connecting.Connection("p2p", "", {}, {})
+        settings = dataclasses.asdict(HecateConfig(slots=3 if rank == size - 1 else 2))
+        return Note(settings, [str(i) for i in range(48)])
 
     def judge_notes(told: list[Any]) -> Verdict:
-        notes = [Note(**fields) for fields in told]
-        problems, decision = proposal.validate_job(config, connection, notes)
-        return Verdict([[*module_problems(notes), *problems], decision])
+        return Verdict(shorten(_find_problems([Note(**fields) for fields in told])))
 
     def judge_sites(told: list[Any]) -> Verdict:
         return connecting._choose_transport([connecting._Site(**fields) for fields in told])
-
-    from megatron_hecate.comm.agreement import _find_problems as module_problems
 
     start = time.monotonic()
     all_others, rank_0 = Counted(_client(store)), Counted(_client(store))
@@ -311,8 +282,7 @@ def test_a_large_job_switches_on(
         }
         assert verdicts[1, rank].job == said
         assert part["nodes"] == [i // 8 for i in range(of_group)]
-        problems = [f"rank {size - 1} has slots=3, rank 0 has slots=2"]
-        assert verdicts[2, rank].job == [problems, "layer"]
+        assert verdicts[2, rank].job == [f"rank {size - 1} has slots=3, rank 0 has slots=2"]
     assert max(len(module._pack(verdict.job)) for verdict in verdicts.values()) < 200
     assert len(module._pack(verdicts[1, 1].groups)) < 10 * of_group
     assert len(module._pack(dataclasses.asdict(note(1)))) < 1500

@@ -168,18 +168,15 @@ def test_every_source_is_read_and_both_overrides_are_named() -> None:
     model = SimpleNamespace(expert_model_parallel_size=2, cuda_graph_impl="local")
     recipe = SimpleNamespace(peft=SimpleNamespace(), ddp=SimpleNamespace(use_megatron_fsdp=True))
     problems = unsupported.find(model, recipe.ddp, {"use_torch_fsdp2": True}, recipe, None, slots=2)
-    assert problems == [
-        "--moe-fssdp with cuda_graph_impl='local': replicas are fetched and returned between CUDA graphs of the parts "
-        "attn, mamba, mlp, moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); "
-        "other graphs contain the experts as well; "
-        "set model.cuda_graph_impl=none or --cuda-graph-impl none",
-        "--moe-fssdp with use_megatron_fsdp=True: Megatron-FSDP owns the expert weights; use the distributed "
-        "optimizer; set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp",
-        "--moe-fssdp with use_torch_fsdp2=True: FSDP2 owns the expert weights; use the distributed optimizer; "
-        "set dist.use_torch_fsdp2=false or leave out --use-torch-fsdp2",
-        "--moe-fssdp with peft=SimpleNamespace: adapters wrap the linears of the experts; use a recipe without "
-        "adapters, or set its peft to None in Python, for which Bridge takes no override",
-    ]
+    ways_out = {
+        "cuda_graph_impl='local'": "set model.cuda_graph_impl=none or --cuda-graph-impl none",
+        "use_megatron_fsdp=True": "set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out "
+        "--use-megatron-fsdp",
+        "use_torch_fsdp2=True": "set dist.use_torch_fsdp2=false or leave out --use-torch-fsdp2",
+        "peft=SimpleNamespace": "or set its peft to None in Python, for which Bridge takes no override",
+    }
+    for problem, (setting, way_out) in zip(problems, ways_out.items(), strict=True):
+        assert problem.startswith(f"--moe-fssdp with {setting}: ") and problem.endswith(way_out)
     dispatch = {
         "overlap_dispatch_backward_with_experts_wgrad": True,
         "gradient_accumulation_fusion": True,

@@ -142,8 +142,9 @@ def _on_rank_1(chunks: list, change: Change) -> list:
 
 
 @ranks(2)
-def test_before_and_after_switch_on() -> None:
-    """All ranks raise the same error, by the first step at the latest."""
+def test_before_switch_on_after_it_and_later() -> None:
+    """All ranks raise the same error, by the first step at the latest. Later, here on all ranks, one that notices raises
+    where the next iteration begins, however often it is called."""
     import loops
     import tiny_gpt
 
@@ -155,22 +156,10 @@ def test_before_and_after_switch_on() -> None:
             tiny_gpt.fssdp_hook()(_on_rank_1(chunks, change))
         loop = loops.Loop(case, tiny_gpt.fssdp_hook())
         _on_rank_1(loop.chunks, change)
-        with pytest.raises(
-            ValueError, match=rf"FSSDP cannot run:\n  - layer 2: .*{message}"
-        ) as error:
+        cannot_run = r"FSSDP cannot run:\n  - layer {0}: .*" + message
+        with pytest.raises(ValueError, match=cannot_run.format(2)) as error:
             loop.call(0, 1)
         assert str(error.value).endswith("(rank 1)"), error.value
-
-
-@ranks(2)
-def test_later() -> None:
-    """Here on all ranks: a rank that notices raises where the next iteration begins, however often it is called."""
-    import loops
-    import tiny_gpt
-
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
-    for change, (message, _) in LATER.items():
         loop = loops.Loop(case, tiny_gpt.fssdp_hook())
         for step in range(2):
             loop.zero()
@@ -180,7 +169,7 @@ def test_later() -> None:
             change(layer.experts.local_experts[1])
         loop.zero()
         for _ in range(2):
-            with pytest.raises(ValueError, match=rf"FSSDP cannot run:\n  - layer 1: .*{message}"):
+            with pytest.raises(ValueError, match=cannot_run.format(1)):
                 loop.call(2, 1)
 
 

@@ -263,25 +263,16 @@ def test_what_cannot_fit_is_an_error(
 
 @pytest.mark.fast
 def test_the_table() -> None:
+    """Ranks that are alike share one; memory that will not suffice is named."""
     memory, other = _job(100_000).ranks[0], _job(100_000, homes=1).ranks[0]
     job = JobMemory({0: memory, 1: memory, 2: memory, 3: other, 5: memory})
     tables = job.describe("layer").splitlines()
-    assert tables[:5] == [
-        "expert memory of rank 0-2, 5: homes 216.0 MiB (Adam, state not sharded: weights 24.0 MiB, "
-        "gradients 48.0 MiB, optimizer 144.0 MiB); 97.7 GiB free now",
-        "  lifetime    replicas, weights   gradients   transport  with homes",
-        "> layer                 8.0 MiB    16.0 MiB    20.0 MiB   260.0 MiB (+20.4%)",
-        "  iteration            16.0 MiB    32.0 MiB    20.0 MiB   284.0 MiB (+31.5%)",
-        "  megatron_hecate.release(model) frees 44.0 MiB between two steps",
-    ]
-    assert len(tables) == 10 and tables[5].startswith("expert memory of rank 3: homes 72.0 MiB")
-    tight = _job(FREE["layer"] - 1).describe("layer").splitlines()
-    assert len(tight) == 6
-    assert (
-        tight[-1]
-        == "  236.0 MiB of this are not allocated yet, more than is free: the rank may run "
-        "out of memory"
-    )
+    assert tables[0].startswith("expert memory of rank 0-2, 5: homes 216.0 MiB (Adam, state not")
+    row = "> layer                 8.0 MiB    16.0 MiB    20.0 MiB   260.0 MiB (+20.4%)"
+    assert tables[2] == row and len(tables) == 10
+    assert tables[5].startswith("expert memory of rank 3: homes 72.0 MiB")
+    tight = _job(FREE["layer"] - 1).describe("layer")
+    assert "  236.0 MiB of this are not allocated yet, more than is free" in tight
 
 
 @pytest.mark.fast

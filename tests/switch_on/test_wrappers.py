@@ -163,33 +163,23 @@ def test_the_hook_by_hand_in_a_job_with_arguments() -> None:
         )
 
 
-@pytest.mark.newest
-@ranks(2)
+@pytest.mark.fast
 def test_primus_kernels_are_refused_by_their_settings() -> None:
-    """Which are among Megatron's arguments, and mean nothing without ``enable_primus_turbo``.
+    """Which mean nothing without ``enable_primus_turbo``. Stage 1 stands for a router that FSSDP converts."""
+    from megatron_hecate.switch_on import unsupported
 
-    Stage 1 stands for a router that FSSDP converts.
-    """
-    import tiny_gpt
-    from megatron.training import global_vars
-
-    chunks, _ = _stock_model()
+    job = dict(expert_model_parallel_size=2)
     names = ("use_turbo_grouped_gemm", "use_turbo_deepep", "use_turbo_mega_moe")
     turbo = dict.fromkeys(names, True) | {"turbo_sync_free_moe_stage": 2}
-    global_vars._GLOBAL_ARGS = SimpleNamespace(enable_primus_turbo=True, **turbo)
-    with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
-        tiny_gpt.fssdp_hook()(chunks)
+    problems = unsupported.find(job, dict(turbo, enable_primus_turbo=True), slots=2)
+    assert len(problems) == len(turbo)
     for name, value in turbo.items():
-        (line,) = (line for line in str(error.value).splitlines() if f" {name}={value}: " in line)
+        (line,) = (line for line in problems if f" {name}={value}: " in line)
         instead = "1" if "stage" in name else "false"
         assert line.endswith(f"set {name}={instead} or enable_primus_turbo=false")
-    global_vars._GLOBAL_ARGS = SimpleNamespace(
-        enable_primus_turbo=True, turbo_sync_free_moe_stage=1, use_turbo_deepep=False
-    )
-    tiny_gpt.fssdp_hook()(chunks)
-    chunks, _ = tiny_gpt.build(tiny_gpt.Case())
-    global_vars._GLOBAL_ARGS = SimpleNamespace(enable_primus_turbo=False, **turbo)
-    tiny_gpt.fssdp_hook()(chunks)
+    others = dict(enable_primus_turbo=True, turbo_sync_free_moe_stage=1, use_turbo_deepep=False)
+    for settings in (others, dict(turbo, enable_primus_turbo=False)):
+        assert not unsupported.find(job, settings, slots=2)
 
 
 @ranks(2)

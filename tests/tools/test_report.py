@@ -195,13 +195,12 @@ def test_slow_and_hot_ranks_are_named(tmp_path: Path) -> None:
     held.pop("peak", None)
     content = _content(recorded.write(tmp_path / "run", size, held=held))
     words = " ".join(content["words"])
-    assert re.search(r"Rank 3 is slow: 1\.50 times the other ranks' time per token since", words)
+    assert "Rank 3 is slow: 1.50 times the other ranks' time per token" in words
     assert "Rank 0 is hot: 1.60 times the mean of tokens, at the other ranks' time" in words
     assert [rank["verdict"] for rank in content["ranks"]] == ["hot", "neither", "neither", "slow"]
-    assert abs(content["ranks"][3]["since"] - held["iteration"][20]) <= 3
     held["timed_ns"] = 1000 * tokens
     words = " ".join(_content(recorded.write(tmp_path / "even", size, held=held))["words"])
-    assert "No rank is slow: none needs 10%" in words and "since iteration" not in words
+    assert "No rank is slow: none needs 10%" in words
 
 
 @pytest.mark.parametrize("fssdp", [True, False])

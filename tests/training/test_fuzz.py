@@ -140,14 +140,13 @@ def _fuzz(world_size: int) -> None:
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
     tiny_gpt.install_fused_wgrad()
-    tried = compared = placed = with_replicas = tokens = 0
+    compared = with_replicas = 0
     for seed in range(1000 * SEED, 1000 * SEED + DRAWS):
         draw = Draw.random(seed, world_size)
         if dist.get_rank() == 0:
             print(f"seed {seed}: {draw}", flush=True)
         parallel_state.destroy_model_parallel()
         destroy_moe_metrics_tracker()  # its tensors are as long as the first model is deep
-        tried += 1
         error: Exception | None = None
         try:
             tiny_gpt.initialized(**draw.fields, settings=draw.settings)
@@ -169,23 +168,15 @@ def _fuzz(world_size: int) -> None:
                 print(f"  refused: {str(error)[:300]}", flush=True)
             continue
         compared += 1
-        placed_here = torch.tensor(ours.replicas > 0, dtype=torch.float)
         dist.all_reduce(computed)
-        dist.all_reduce(placed_here)
-        placed += bool(placed_here)
         with_replicas += bool(computed)
-        tokens += int(computed)
         if dist.get_rank() == 0:
             print(f"  {int(computed)} tokens in replicas", flush=True)
         assert tiny_gpt.difference(stock, without) == tiny_gpt.SAME, (seed, draw)
         worst = tiny_gpt.difference(stock, ours)
         assert worst["loss"] <= 1e-5 and worst["grad"] <= 1e-4, (seed, worst, draw)
     if dist.get_rank() == 0:
-        print(
-            f"{tried} draws, {compared} compared, {placed} with replicas placed, {with_replicas} with tokens in them: "
-            f"{tokens}",
-            flush=True,
-        )
+        print(f"{DRAWS} draws, {compared} compared, {with_replicas} with replicas", flush=True)
     assert with_replicas >= DRAWS // 4
 
 

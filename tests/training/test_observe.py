@@ -354,29 +354,3 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
             assert record.info.memory[name] == sum(buffer._memory.nbytes for buffer in buffers)
     if settings.get("late_replicas"):
         assert record.late.any()
-
-
-@ranks(2)
-def test_a_record_that_is_refused_is_not_announced() -> None:
-    """A file has the folder's name. Oracle: the lines, and the file."""
-    import contextlib
-    import io
-    from pathlib import Path
-
-    import tiny_gpt
-    import torch.distributed as dist
-
-    case, root, said = tiny_gpt.Case(), Path(os.environ["TEST_FOLDER"]), []
-    tiny_gpt.initialize(case)
-    if dist.get_rank() == 0:
-        (root / "file").write_text("as it was")
-    dist.barrier()
-    for name in ("new", "file/run"):
-        with contextlib.redirect_stdout(io.StringIO()) as out:
-            tiny_gpt.build(case, fssdp(HecateConfig(observe=True, record=root / name)))
-        said.append(out.getvalue())
-    if dist.get_rank() == 0:
-        line = "FSSDP observes 2 MoE layers and is off; "
-        assert said[0] == f"{line}the record is {root}/new\n"
-        assert said[1].startswith(f"{line}not recorded: stage 0: [Errno 20] Not a directory")
-        assert (root / "file").read_text() == "as it was"
