@@ -45,7 +45,7 @@ class Machine:
         nccl: version of the named NCCL library, 0 without one.
     """
 
-    def __init__(self, folder: Path, *, gpus: int, nccl: int = 23007, has_mps: bool = True) -> None:
+    def __init__(self, folder: Path, *, gpus: int, nccl: int = 23007) -> None:
         self.calls = folder / "calls"
         self.calls.touch()
         self.script = folder / "script.py"
@@ -55,12 +55,11 @@ class Machine:
         self.environment = {k: v for k, v in os.environ.items() if k not in names}
         self.environment |= {"PYTHONPATH": str(folder), "STAND_IN_GPUS": str(gpus)}
         self.environment |= {"CALLS": str(self.calls), "CUDA_VISIBLE_DEVICES": ""}
-        if has_mps:
-            programs = folder / "programs"
-            programs.mkdir()
-            (programs / "nvidia-cuda-mps-control").write_text(CONTROL)
-            (programs / "nvidia-cuda-mps-control").chmod(0o755)
-            self.environment["PATH"] = f"{programs}:{os.environ['PATH']}"
+        programs = folder / "programs"
+        programs.mkdir()
+        (programs / "nvidia-cuda-mps-control").write_text(CONTROL)
+        (programs / "nvidia-cuda-mps-control").chmod(0o755)
+        self.environment["PATH"] = f"{programs}:{os.environ['PATH']}"
         if nccl:
             self.library = folder / "libnccl.so.2"
             source = folder / "nccl.c"

@@ -69,12 +69,3 @@ def test_development_mode_poisons_what_is_dropped(
     assert len(chunks) == 2 and not any(c.isnan().any() for c in chunks)
     buffer.hold("somebody")
     assert all(c.isnan().all() for c in chunks)
-
-
-def test_chunks_lie_apart_and_weights_count_versions_of_their_own() -> None:
-    buffer = Buffer(torch.zeros(2048, dtype=torch.uint8)[512:])
-    a, b = buffer.new_weights(SMALL)
-    assert b.data_ptr() - a.data_ptr() == 256
-    version = a._version
-    buffer.weights(SMALL)[0].fill_(3.0)
-    assert (a == 3).all() and (b == 0).all() and a._version == version

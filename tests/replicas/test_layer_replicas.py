@@ -14,7 +14,6 @@ import torch.distributed as dist
 from ranks import ranks
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
@@ -174,89 +173,6 @@ def test_layers_of_different_size_share_buffers(lifetime: str) -> None:
         x.sum().backward()
     for layer, home in enumerate(homes):
         assert torch.equal(home.grad, full[layer][rank].grad)
-
-
-class _FusedProduct(torch.autograd.Function):
-    """``x @ w``, whose backward adds the gradient of ``w`` to its ``main_grad``, as a fused GEMM does."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.w, ctx.main_grad = w.detach(), w.main_grad
-        ctx.save_for_backward(x)
-        return x @ w
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        ctx.main_grad += (ctx.saved_tensors[0].T @ grad).to(ctx.main_grad.dtype)
-        return grad @ ctx.w.T, torch.empty_like(ctx.w)  # a placeholder
-
-
-class _BytesSetToZero(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
-    ) -> Any:
-        if op is torch.ops.aten.zero_.default:
-            self.bytes += args[0].nbytes
-        return op(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
-@pytest.mark.parametrize("main_grad_type", [torch.float32, torch.bfloat16])
-@ranks(2)
-def test_few_bytes_are_set_to_zero(lifetime: str, main_grad_type: torch.dtype) -> None:
-    """Two slots, of which rank 1 uses one and rank 0 none. Gradients of an iteration of two microbatches, before which
-    another one broke off, are those of plain products; whole numbers are exact."""
-    rank, microbatches = dist.get_rank(), 2 if lifetime == "iteration" else 1
-    homes = [Parameter(torch.full((4, 5), 1.0 + rank).to(main_grad_type)) for _ in range(2)]
-    (slots,) = _slots([homes], lifetime, num_slots=2, fused=True)
-    placement = Placement.initial(4, 2, num_slots=2).with_replicas([(0, 1)])
-
-    def step(*, breaks_off: bool = False) -> int:
-        for home in homes:
-            home.main_grad = torch.zeros(4, 5, dtype=main_grad_type)
-        with _BytesSetToZero() as counted:
-            events = _Events()
-            plan = TransferPlan.from_placement(placement, rank)
-            replicas = Replicas(slots, placement, plan, events=events)
-            for microbatch in range(microbatches):
-                events.is_last = microbatch == microbatches - 1
-                x = (
-                    (torch.arange(8.0).view(2, 4) + rank + microbatch)
-                    .to(main_grad_type)
-                    .requires_grad_()
-                )
-                x, weights = replicas.join(x)
-                rows = [x, x, x if rank == 1 else x[:0], x[:0]]
-                y = torch.cat(
-                    [_FusedProduct.apply(part, w) for part, w in zip(rows, weights, strict=True)]
-                )
-                replicas.computed_by(y).sum().backward()
-                if breaks_off:
-                    break
-            replicas.drop_waiting()
-            if breaks_off:
-                slots.pool.reset("the step broke off")
-        return counted.bytes
-
-    first, second = step(), step()
-    step(breaks_off=True)
-    third = step()
-    x = [
-        sum((torch.arange(8.0).view(2, 4) + r + m).sum(0) for m in range(microbatches))
-        for r in range(2)
-    ]
-    expected = [x[0] + x[1], x[0]] if rank == 0 else [x[1], x[1]]
-    for home, row in zip(homes, expected, strict=True):
-        assert torch.equal(home.main_grad.float(), row[:, None].expand(4, 5))
-    bf16 = main_grad_type is torch.bfloat16  # gradients of slots add up in it, and travel in fp32
-    used = 4 * 5 * (4 + 2 * bf16) if rank == 1 else 0
-    memory = 2 * 256
-    assert second == used, (first, second, third, used)
-    assert first == memory and third <= memory + used, "memory that nobody knows anything of"
 
 
 @ranks(2)

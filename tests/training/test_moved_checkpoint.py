@@ -23,22 +23,28 @@ BY_BUCKET = {**METADATA, "distrib_optim_sharding_type": "dp_reshardable"}
 
 
 @pytest.mark.parametrize(
-    ("reader", "distributed_optimizer"),
-    [("stock", True), pytest.param("moved", False, marks=pytest.mark.slow)],
+    ("reader", "distributed_optimizer", "metadata"),
+    [
+        ("stock", True, METADATA),
+        pytest.param("moved", False, METADATA, marks=pytest.mark.slow),
+        pytest.param("stock", True, BY_BUCKET, marks=pytest.mark.slow),
+    ],
+    ids=["stock", "moved", "buckets"],
 )
 @ranks(2)
-def test_into_stock_and_back(reader: str, distributed_optimizer: bool) -> None:
+def test_into_stock_and_back(reader: str, distributed_optimizer: bool, metadata: dict) -> None:
+    """Also in Megatron's format that keeps the distributed optimizer's buckets whole."""
     import tiny_gpt
 
     case = tiny_gpt.initialized(distributed_optimizer=distributed_optimizer)
     written = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
     assert homes_of(written).are_moved
     before = hashes(written)
-    save(written, shared_folder("checkpoint"))
+    save(written, shared_folder("checkpoint"), metadata)
     assert hashes(written) == before and not homes_of(written).are_moved
     hook = rehoming_hook() if reader == "moved" else None
     read = tiny_gpt.train(case, steps=4, hook=hook)
-    load(read, shared_folder("checkpoint"))
+    load(read, shared_folder("checkpoint"), metadata)
     assert hashes(read) == before and len(before) > 50
     assert [read.step(s) for s in (5, 6, 7)] == pytest.approx(
         [written.step(s) for s in (5, 6, 7)], rel=1e-5
@@ -81,24 +87,6 @@ def test_into_another_ep_size_and_back() -> None:
     load(read, folder)
     assert hashes(read) == before
     assert [read.step(s) for s in (5, 6)] == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.slow
-@ranks(4)
-def test_buckets_as_they_lie() -> None:
-    """Megatron's format that keeps the distributed optimizer's buckets whole, for the same layout."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized(ep=2, distributed_optimizer=True)
-    written = tiny_gpt.train(case, steps=5, hook=rehoming_hook())
-    assert homes_of(written).are_moved
-    save(written, shared_folder("checkpoint"), BY_BUCKET)
-    read = tiny_gpt.train(case, steps=2)
-    load(read, shared_folder("checkpoint"), BY_BUCKET)
-    assert hashes(read) == hashes(written)
-    assert [read.step(s) for s in (5, 6, 7)] == pytest.approx(
-        [written.step(s) for s in (5, 6, 7)], rel=1e-5
-    )
 
 
 @pytest.mark.newest
