@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from megatron_hecate.comm.agreement import shorten
 from megatron_hecate.comm.problems import collect
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
 from megatron_hecate.faults.rendezvous import Question, Verdict
-from megatron_hecate.nvlink.transport import NVLink
 
 # Elements of a chunk: several tiles for several thread blocks, and a tail that fills no vector.
 ELEMENTS: int = 200_003
@@ -21,7 +20,7 @@ LABEL = "self-test of the transport"
 
 
 def self_test(
-    transports: Sequence[NVLink], device: torch.device, *, timeout: float
+    transports: Iterable[Transport], device: torch.device, *, timeout: float
 ) -> tuple[list[str], bool]:
     """Test this rank's transports. Collective.
 

@@ -12,7 +12,7 @@ import itertools
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,16 +29,72 @@ from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
 from megatron_hecate.faults.rendezvous import Question, Verdict
 from megatron_hecate.nvlink.launch import TransferKernels
-from megatron_hecate.nvlink.peer_memory import free_shared_bytes, symmetric_problem
+from megatron_hecate.nvlink.peer_memory import (
+    COUNTERS,
+    SHARED,
+    free_shared_bytes,
+    symmetric_problem,
+)
 from megatron_hecate.nvlink.peers import nvlink_domain
 from megatron_hecate.nvlink.program import MAX_RANKS
 from megatron_hecate.nvlink.selftest import self_test
 from megatron_hecate.nvlink.transport import NVLink
-from megatron_hecate.switch_on.connection import Connection, Group
+
+LABEL = "fssdp transfers"
+
+Group = tuple[int, ...]  # ranks of the job, ascending
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Connection:
+    """The transports of this rank, and the measurements of their setup.
+
+    Args:
+        name: name of the transport in use.
+        why: short reason for the choice of "auto"; else empty.
+        nodes: node number of each rank of a group, for every FSSDP group of this rank.
+        transports: transport of every FSSDP group of this rank; empty if there are problems.
+        machines: on rank 0, host name and free bytes of shared memory of every rank of the job;
+            empty on other ranks.
+        exposed: on rank 0, explanation of transfers that compute waits for, with the way out; empty
+            where none are known at setup.
+        nccl_bytes: bytes of this rank's GPU that NCCL took to connect the ranks.
+    """
+
+    name: str
+    why: str
+    nodes: Mapping[Group, tuple[int, ...]]
+    transports: Mapping[Group, Transport]
+    machines: Sequence[tuple[str, int]] = ()
+    exposed: str = ""
+    nccl_bytes: int = 0
+
+    def shared_memory_problems(self, replica_bytes: Mapping[int, int]) -> list[str]:
+        """Return an error for every node with too little shared memory for its CPU ranks. Rank 0.
+
+        Args:
+            replica_bytes: bytes of the buffers of replicas and of the transport, for every rank
+                that has replicas.
+        """
+        if self.name != NVLink.name or on_gpus():
+            return []
+        num_bytes: Counter[str] = Counter()
+        free: dict[str, int] = {}
+        for rank, size in replica_bytes.items():
+            node, free_bytes = self.machines[rank]
+            num_bytes[node] += size + COUNTERS
+            free[node] = min(free.get(node, free_bytes), free_bytes)
+        return [
+            f"transport={self.name!r} needs {num_bytes[node]} bytes of shared memory on {node}, "
+            f"{free[node]} are free in {SHARED}; make it larger, or use p2p, fewer slots or a "
+            "shorter lifetime"
+            for node in sorted(num_bytes)
+            if num_bytes[node] > free[node]
+        ]
 
 
 def connect(
-    asked: str,
+    request: str,
     groups: Sequence[Group],
     problems: list[str],
     *,
@@ -48,44 +104,49 @@ def connect(
     """Choose a transport, the same on all ranks of the job, and set it up. Collective.
 
     Args:
-        asked: requested transport, "auto", "p2p" or "nvlink".
+        request: requested transport, "auto", "p2p" or "nvlink".
         groups: FSSDP groups that this rank is in.
-        problems: problems known to this rank; appended to if ``asked`` is not usable. A problem on
-            any rank leaves all ranks without transports.
+        problems: problems known to this rank; appended to if ``request`` is not usable. A problem
+            on any rank leaves all ranks without transports.
         timeout: seconds per wait.
         nccl_ctas: see `NcclSettings.max_ctas`.
 
     Raises:
         TimeoutError: ranks did not arrive in time; names the ranks.
     """
-    site = _Site.of_this_rank(asked, groups, problems)
-    job, parts, sites = _decide(site, groups, timeout=timeout)
-    name = job["name"]
-    why = job["why"]
+    site = _Site.of_this_rank(request, groups, problems)
+    # All ranks create their groups in this order, so that no ranks wait for each other in a circle.
+    job, parts, sites = _decide(site, sorted(groups), timeout=timeout)
+    name, why = job["name"], job["why"]
     problems += job["against"]
     machines = [(peer.node, peer.shared_memory) for peer in sites]
     if not job["go on"]:
         return Connection(name, why, {}, {}, machines)
-    nccl: NcclSettings | None = None
-    if on_gpus():
-        nccl = NcclSettings(nccl_ctas, pairs=name == P2P.name or job["across"])
+    has_pairs = name == P2P.name or job["across"]
+    nccl = NcclSettings(nccl_ctas, pairs=has_pairs) if on_gpus() else None
     # With one hardware queue `Transfer.wait` enqueues the end of a fetch, which hides its duration.
-    can_time = not job["one queue"]
+    make_p2p = functools.partial(P2P, timeout=timeout, can_time=not job["one queue"])
     free = _free_bytes()
-    transports = _make_transports(name, parts, timeout=timeout, nccl=nccl, can_time=can_time)
+    process_groups = {
+        group: new_group(group, description=LABEL, timeout=timeout, nccl=nccl) for group in parts
+    }
+    transports: dict[Group, Transport] = {}
+    for group, everyone in process_groups.items():
+        if name == P2P.name:
+            transports[group] = make_p2p(everyone)
+        else:
+            domains = parts[group]["domains"]
+            transports[group] = _make_nvlink(everyone, domains, nccl, timeout=timeout)
     nccl_bytes = free - _free_bytes()
-    failed, usable = _test(name, transports, timeout=timeout)
+    failures, is_usable = _test(name, transports, timeout=timeout)
     # A rank whose CUDA context was destroyed by the self-test cannot continue with any transport.
-    if failed and asked == AUTO and usable:
-        why = f"{name} failed its self-test: {'; '.join(failed)}"
+    if failures and request == AUTO and is_usable:
+        why = f"{name} failed its self-test: {'; '.join(failures)}"
         name = P2P.name
-        transports = {
-            group: P2P(old.group, timeout=timeout, can_time=can_time)
-            for group, old in transports.items()
-        }
-        nccl_bytes += _connect_all_pairs(transports, nccl, timeout=timeout)
-    elif failed:
-        problems += [f"transport={asked!r} failed its self-test: {text}" for text in failed]
+        nccl_bytes += _connect_all_pairs(process_groups.values(), nccl, timeout=timeout)
+        transports = {group: make_p2p(everyone) for group, everyone in process_groups.items()}
+    elif failures:
+        problems += [f"transport={request!r} failed its self-test: {text}" for text in failures]
         transports = {}
     exposed = ""
     if sites and job["one queue"]:
@@ -99,14 +160,9 @@ def _decide(
 ) -> tuple[Mapping[str, Any], dict[Group, Any], list[_Site]]:
     """Gather every rank's summary on rank 0 and broadcast its decision. Collective.
 
-    Args:
-        site: summary of this rank.
-        groups: FSSDP groups that this rank is in.
-        timeout: seconds per wait.
-
     Returns:
-        Decision for the job; layout of each of ``groups``, ascending, if the setup goes on; on rank
-        0 the summaries of all ranks.
+        Decision for the job; layout of each of ``groups``, if the setup goes on; on rank 0 the
+        summaries of all ranks.
     """
     sites: list[_Site] = []
 
@@ -114,14 +170,32 @@ def _decide(
         sites.extend(_Site(**fields) for fields in notes)
         return _choose_transport(sites)
 
-    names = {group: _name_of(group) for group in sorted(groups)}
-    verdict = Question.next(timeout=timeout).ask(
-        dataclasses.asdict(site), judge, groups=list(names.values())
-    )
+    names = [_name_of(group) for group in groups]
+    verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(site), judge, groups=names)
     parts: dict[Group, Any] = {}
     if verdict.job["go on"]:
-        parts = {group: verdict.groups[of_group] for group, of_group in names.items()}
+        parts = {group: verdict.groups[name] for group, name in zip(groups, names, strict=True)}
     return verdict.job, parts, sites
+
+
+def _make_nvlink(
+    everyone: dist.ProcessGroup,
+    domains: Sequence[Sequence[int]],
+    nccl: NcclSettings | None,
+    *,
+    timeout: float,
+) -> NVLink:
+    """Create a transport, and a process group of this rank's domain if ``domains`` are several."""
+    group_of_domain = everyone
+    if len(domains) > 1:
+        domain = next(domain for domain in domains if everyone.rank() in domain)
+        ranks = [dist.get_global_rank(everyone, rank) for rank in domain]
+        # Only kernels run inside a domain, so its pairs need no connections of NCCL.
+        own_nccl = nccl and dataclasses.replace(nccl, pairs=False)
+        group_of_domain = new_group(
+            ranks, description="fssdp domain", timeout=timeout, nccl=own_nccl
+        )
+    return NVLink(everyone, group_of_domain, domains=domains, timeout=timeout)
 
 
 def _test(
@@ -130,20 +204,19 @@ def _test(
     """Run the self-test of transport ``name``. Returns as `self_test`."""
     if name != NVLink.name:
         return [], True
-    tested = [transport for transport in transports.values() if isinstance(transport, NVLink)]
-    return self_test(tested, device_of_rank(), timeout=timeout)
+    return self_test(transports.values(), device_of_rank(), timeout=timeout)
 
 
 def _connect_all_pairs(
-    transports: Mapping[Group, Transport], nccl: NcclSettings | None, *, timeout: float
+    process_groups: Iterable[dist.ProcessGroup], nccl: NcclSettings | None, *, timeout: float
 ) -> int:
     """Connect all pairs of ranks, unless they are; return the bytes of the GPU that NCCL took."""
     if nccl is None or nccl.pairs:
         return 0
     free = _free_bytes()
     all_pairs = dataclasses.replace(nccl, pairs=True)
-    for transport in transports.values():
-        connect_ranks(transport.group, all_pairs, label="fssdp transfers", timeout=timeout)
+    for process_group in process_groups:
+        connect_ranks(process_group, all_pairs, label=LABEL, timeout=timeout)
     return free - _free_bytes()
 
 
@@ -160,7 +233,7 @@ class _Site:
     """Summary of a rank, sent to rank 0 before the transport is chosen (JSON-serializable).
 
     Args:
-        asked: requested transport.
+        request: requested transport.
         has_problems: True if the rank knows of problems.
         groups: names of the FSSDP groups that the rank is in.
         first_of: ranks of each FSSDP group whose first rank this is, so that one rank describes
@@ -173,7 +246,7 @@ class _Site:
         one_queue: result of `transfer.has_one_queue`.
     """
 
-    asked: str
+    request: str
     has_problems: bool = False
     groups: Sequence[str] = ()
     first_of: Sequence[Sequence[int]] = ()
@@ -185,22 +258,22 @@ class _Site:
     one_queue: bool = False
 
     @classmethod
-    def of_this_rank(cls, asked: str, groups: Sequence[Group], problems: list[str]) -> _Site:
-        """Describe this rank, and compile the kernels if the transport ``asked`` needs them."""
+    def of_this_rank(cls, request: str, groups: Sequence[Group], problems: list[str]) -> _Site:
+        """Describe this rank, and compile the kernels if the transport ``request`` needs them."""
         node = socket.gethostname()
         domain = node
         unable: list[str] = []
         slower = "CPU ranks have no NVLink"
         with collect(unable, node):
             device = device_of_rank()
-            if device.type == "cuda" and asked != P2P.name:
+            if device.type == "cuda" and request != P2P.name:
                 domain, slower = nvlink_domain(node)
                 if problem := symmetric_problem(device):
                     unable.append(f"{node} {problem}")
-            if not unable and (asked == NVLink.name or (asked == AUTO and not slower)):
+            if not unable and (request == NVLink.name or (request == AUTO and not slower)):
                 TransferKernels(device)
         return cls(
-            asked=asked,
+            request=request,
             has_problems=bool(problems),
             groups=[_name_of(group) for group in groups],
             first_of=[group for group in groups if group[0] == dist.get_rank()],
@@ -218,12 +291,13 @@ def _choose_transport(sites: Sequence[_Site]) -> Verdict:
 
     Ranks of a group need the layout, their nodes and NVLink domains, to create its transport.
     """
-    is_ready = not any(site.has_problems or site.asked != sites[0].asked for site in sites)
+    is_ready = not any(site.has_problems or site.request != sites[0].request for site in sites)
     groups = sorted(
         tuple(group) for group in itertools.chain.from_iterable(site.first_of for site in sites)
     )
-    domains = {group: _domains_of(group, sites) for group in groups}
-    name, why, against = _choose(sites, list(domains.values()))
+    layouts = {_name_of(group): _lay_out(group, sites) for group in groups}
+    domains = [layout["domains"] for layout in layouts.values()]
+    name, why, against = _choose(sites, domains)
     # A rank with problems, or with other settings, may have built no layers.
     if is_ready:
         against += _check_groups(groups, sites)
@@ -233,35 +307,33 @@ def _choose_transport(sites: Sequence[_Site]) -> Verdict:
         "why": why,
         "against": shorten(against),
         "go on": go_on,
-        "across": any(len(of_group) > 1 for of_group in domains.values()),
+        "across": any(len(of_group) > 1 for of_group in domains),
         "one queue": any(site.one_queue for site in sites),
     }
-    return Verdict(job, _lay_out_groups(domains, sites) if go_on else {})
+    return Verdict(job, layouts if go_on else {})
 
 
-def _lay_out_groups(
-    domains_of: Mapping[Group, Sequence[Group]], sites: Sequence[_Site]
-) -> dict[str, Any]:
-    """Return node and domain numbers of the ranks of each FSSDP group, by the group's name."""
-    parts: dict[str, Any] = {}
-    for group, domains in domains_of.items():
-        number_of_domain: dict[int, int] = {}
-        for number, domain in enumerate(domains):
-            number_of_domain.update(dict.fromkeys(domain, number))
-        nodes: dict[str, int] = {}
-        parts[_name_of(group)] = {
-            "nodes": [nodes.setdefault(sites[rank].node, len(nodes)) for rank in group],
-            "domains": [number_of_domain[rank] for rank in group],
-        }
-    return parts
+def _lay_out(group: Group, sites: Sequence[_Site]) -> dict[str, Any]:
+    """Return the node of each rank of a group, and the NVLink domains as numbers of its ranks.
+
+    Nodes and domains are in order of their first ranks.
+    """
+    nodes: dict[str, int] = {}
+    domains: dict[str, list[int]] = {}
+    for number, rank in enumerate(group):
+        domains.setdefault(sites[rank].domain, []).append(number)
+    return {
+        "nodes": [nodes.setdefault(sites[rank].node, len(nodes)) for rank in group],
+        "domains": list(domains.values()),
+    }
 
 
 def _choose(
-    sites: Sequence[_Site], domains_of_groups: Sequence[Sequence[Group]]
+    sites: Sequence[_Site], domains_of_groups: Sequence[Sequence[Sequence[int]]]
 ) -> tuple[str, str, list[str]]:
     """Return the requested transport or the choice of "auto", the reason, and problems with it."""
-    asked = sites[0].asked
-    if asked == P2P.name or any(site.asked != asked for site in sites):
+    request = sites[0].request
+    if request == P2P.name or any(site.request != request for site in sites):
         return P2P.name, "", []
     domains = list(itertools.chain.from_iterable(domains_of_groups))
     too_large = [
@@ -270,8 +342,8 @@ def _choose(
         if len(domain) > MAX_RANKS
     ]
     against = shorten([*(site.unable for site in sites if site.unable), *too_large])
-    if asked == NVLink.name:
-        return asked, "", [f"transport={asked!r}: {text}" for text in against]
+    if request == NVLink.name:
+        return request, "", [f"transport={request!r}: {text}" for text in against]
     against = shorten([*against, *(site.slower for site in sites if site.slower)])
     if all(len(domain) == 1 for domain in domains):
         against.append("no two ranks of a group share an NVLink domain")
@@ -302,53 +374,3 @@ def _check_groups(groups: Sequence[Group], sites: Sequence[_Site]) -> list[str]:
 def _name_of(group: Sequence[int]) -> str:
     """Return a short name of ``group``, the same on all ranks: first rank and hash of the ranks."""
     return f"{group[0]}-{zlib.crc32(repr(tuple(group)).encode()):08x}"
-
-
-def _domains_of(group: Group, sites: Sequence[_Site]) -> list[Group]:
-    """Split ``group`` by NVLink domain, in order of the first ranks."""
-    by_domain: dict[str, list[int]] = {}
-    for rank in group:
-        by_domain.setdefault(sites[rank].domain, []).append(rank)
-    return [tuple(domain) for domain in by_domain.values()]
-
-
-def _make_transports(
-    name: str,
-    parts: Mapping[Group, Any],
-    *,
-    timeout: float,
-    nccl: NcclSettings | None,
-    can_time: bool,
-) -> dict[Group, Transport]:
-    """Create the transports of every FSSDP group of this rank, over process groups of their own.
-
-    Args:
-        name: name of the transport.
-        parts: layout of each group, see `_lay_out_groups`, in ascending order of the groups. All
-            ranks create their groups in this order, so that no ranks wait for each other in a
-            circle.
-        timeout: seconds per wait.
-        nccl: NCCL's settings of the group of all ranks; ``None`` on CPU ranks.
-        can_time: see `P2P`.
-    """
-    make = functools.partial(new_group, timeout=timeout)
-    transports: dict[Group, Transport] = {}
-    for group, part in parts.items():
-        everyone = make(group, description="fssdp transfers", nccl=nccl)
-        if name != NVLink.name:
-            transports[group] = P2P(everyone, timeout=timeout, can_time=can_time)
-            continue
-        domain_of_rank = part["domains"]
-        domains: list[list[int]] = [[] for _ in range(max(domain_of_rank) + 1)]
-        for number_in_group, domain in enumerate(domain_of_rank):
-            domains[domain].append(number_in_group)
-        group_of_domain = everyone
-        if len(domains) > 1:
-            ranks = [group[i] for i in domains[domain_of_rank[everyone.rank()]]]
-            # Only kernels run inside a domain, so its pairs need no connections of NCCL.
-            own_nccl = nccl
-            if nccl is not None:
-                own_nccl = dataclasses.replace(nccl, pairs=False)
-            group_of_domain = make(ranks, description="fssdp domain", nccl=own_nccl)
-        transports[group] = NVLink(everyone, group_of_domain, domains=domains, timeout=timeout)
-    return transports

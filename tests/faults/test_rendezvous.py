@@ -230,7 +230,7 @@ def test_a_large_job_switches_on(
     def site(rank: int) -> Any:
         group = groups[rank // of_group]
         return connecting._Site(
-            asked="p2p",
+            request="p2p",
             groups=[names[rank // of_group]],
             first_of=[group] if group[0] == rank else [],
             node=f"node-{rank // 8:05d}.cluster.example",

@@ -234,7 +234,7 @@ def test_groups_that_others_destroy_free_no_name_of_ours() -> None:
 def test_a_rank_that_dies_while_groups_are_made(connects: bool) -> None:
     """Before it makes its own, or when it has: the others say in time which ranks they wait for."""
     if dist.get_rank() == 1:
-        last = (dist, "all_reduce") if connects else (module, "_make_transports")
+        last = (dist, "all_reduce") if connects else (module, "new_group")
         setattr(*last, lambda *_, **__: os._exit(1))
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2\].* (one|a rank) died") as error:
