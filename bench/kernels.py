@@ -40,9 +40,8 @@ from gpu_clock import Clock, Time, name_of, sets_beyond_cache  # noqa: E402
 from rows import Table  # noqa: E402
 
 from megatron_hecate.nvlink.launch import LINK_RATES, TransferKernels  # noqa: E402
-from megatron_hecate.nvlink.places import Place, Pull  # noqa: E402
 from megatron_hecate.nvlink.program import FAILURE, Program, Signals  # noqa: E402
-from megatron_hecate.nvlink.schedule import TransferSchedule  # noqa: E402
+from megatron_hecate.nvlink.schedule import Place, Pull, TransferSchedule  # noqa: E402
 
 EXPERTS = {
     "Mixtral-8x7B": 3 * 4096 * 14336,

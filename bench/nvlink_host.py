@@ -32,9 +32,8 @@ sys.path.insert(0, str(ROOT))
 from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
 from megatron_hecate.nvlink.chunks import ChunkTable  # noqa: E402
 from megatron_hecate.nvlink.domains import Stages  # noqa: E402
-from megatron_hecate.nvlink.places import Place  # noqa: E402
 from megatron_hecate.nvlink.program import Extent, Program, Signals, compile_programs  # noqa: E402
-from megatron_hecate.nvlink.schedule import TransferSchedule  # noqa: E402
+from megatron_hecate.nvlink.schedule import Place, TransferSchedule  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
 from megatron_hecate.step.forecast import LoadHistory  # noqa: E402
 

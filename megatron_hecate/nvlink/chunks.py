@@ -13,12 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from megatron_hecate.comm.transport import Copy
-from megatron_hecate.nvlink.places import Key
 from megatron_hecate.plan.compiled import compiled
 
 CACHED: int = 512  # transfers whose chunks and schedules are cached; two per layer are in use
 WHOLE: int = 1 << 20  # sum of the shares of a chunk
 NO_RANK: int = -1
+
+Key = tuple[int, int]  # a chunk: its home, and its index among the home's own experts
 
 
 class ChunkTable(NamedTuple):

@@ -22,12 +22,14 @@ chunk at the end.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_hecate.comm.transport import Copy, LayerBuffer
-from megatron_hecate.nvlink.places import Key, Part, Place, Pull
-from megatron_hecate.nvlink.schedule import TransferSchedule
+from megatron_hecate.nvlink.chunks import Key
+from megatron_hecate.nvlink.pulls import GRAIN
+from megatron_hecate.nvlink.schedule import Part, Place, Pull, TransferSchedule
 
 Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group, ascending
 
@@ -163,7 +165,7 @@ class Stages:
         fewest = smallest
         if _is_spared(smallest, smallest - 1):
             fewest -= 1
-        elements = max(end - begin for begin, end in Part.bounds(elements, [1] * fewest))
+        elements = max(end - begin for begin, end in _stripe_bounds(elements, fewest))
         if len(sizes) == 1:
             return elements, 0, 0
         # Upper bounds of the chunks that are sent to other domains: all chunks of the homes in this
@@ -172,6 +174,13 @@ class Stages:
         leave = min(largest * layer.homes, (sum(sizes) - smallest) * layer.slots)
         enter = largest * layer.slots
         return elements, leave + enter, enter + leave + min(largest * layer.homes, enter)
+
+
+def _stripe_bounds(elements: int, count: int) -> list[tuple[int, int]]:
+    """Return [begin, end) of each of ``count`` stripes; stripes of a small chunk may be empty."""
+    grains = -(-elements // GRAIN)
+    ends = [min(elements, grains * number // count * GRAIN) for number in range(count + 1)]
+    return list(itertools.pairwise(ends))
 
 
 def _is_spared(size: int, replicas: int) -> bool:
@@ -259,7 +268,7 @@ class _Group:
             places: places for stripes, by rank; a rank without a place takes a stripe buffer.
         """
         carriers = self._carriers(chunk, self.own)
-        bounds = Part.bounds(self._elements, [1] * len(carriers))
+        bounds = _stripe_bounds(self._elements, len(carriers))
         parts = []
         for rank, (begin, end) in zip(carriers, bounds, strict=True):
             if begin == end:

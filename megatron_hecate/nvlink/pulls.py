@@ -7,14 +7,17 @@ source and the elements are set.
 
 from __future__ import annotations
 
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
 from megatron_hecate.nvlink.chunks import WHOLE, ChunkTable
-from megatron_hecate.nvlink.places import GRAIN, Memory
 from megatron_hecate.plan.compiled import compiled
 
+# Elements. Parts of a chunk begin at multiples of this, so that their addresses are aligned.
+GRAIN: int = 128
+
+Memory = Literal["parameters", "send", "slot", "grad", "partial", "main_grad", "stripe"]
 MEMORIES: tuple[Memory, ...] = get_args(Memory)
 PARAMETERS: int = MEMORIES.index("parameters")
 SEND: int = MEMORIES.index("send")

@@ -17,22 +17,72 @@ chunk is then sent once by its home, at the cost of one more step. A spRS sums t
 Chunks that are sent to other domains, or received from there, are moved in parts as well.
 
 Every rank derives the parts of all ranks from the copies alone, without communication (`pulls`).
-Places are symbolic (`places`); `program` resolves them to addresses.
+Places are symbolic; `program` resolves them to addresses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hecate.comm.transport import Copy
 from megatron_hecate.nvlink import pulls
-from megatron_hecate.nvlink.chunks import ChunkTable
-from megatron_hecate.nvlink.places import NONE, Part, Parts, Place, Pull
-from megatron_hecate.nvlink.pulls import MEMORIES, PartTable, RankPulls
+from megatron_hecate.nvlink.chunks import ChunkTable, Key
+from megatron_hecate.nvlink.pulls import MEMORIES, Memory, PartTable, RankPulls
 
+
+class Place(NamedTuple):
+    """Place of a chunk in the memory of a rank.
+
+    ``grad``, ``partial``, ``main_grad``, and in a spRS ``stripe``, are fp32. ``partial`` may be the
+    same memory as ``grad``: each part of a gradient is read only by the sum that overwrites it.
+
+    Args:
+        rank: rank that owns the memory.
+        memory: kind of memory.
+        index: number of the own expert (parameters, send, main_grad), slot (slot, grad, partial) or
+            stripe.
+        begin: element of the chunk with which the memory begins.
+    """
+
+    rank: int
+    memory: Memory
+    index: int  # type: ignore[assignment]  # hides that of tuples
+    begin: int = 0
+
+
+class Pull(NamedTuple):
+    """Copy or sum of elements [begin, end) of a chunk, from ``sources`` into ``into``.
+
+    Args:
+        sources: places that are read; several are summed in this order.
+        into: place that is written.
+        begin: first element.
+        end: element after the last.
+        add: True to add the elements to the content of ``into``.
+    """
+
+    sources: tuple[Place, ...]
+    into: Place
+    begin: int
+    end: int
+    add: bool = False
+
+
+class Part(NamedTuple):
+    """Elements [begin, end) of a chunk, or of its sum, and the place that holds them first."""
+
+    at: Place
+    begin: int
+    end: int
+
+
+Parts = Mapping[Key, Sequence[Part]]
+NONE: Parts = MappingProxyType({})
 Listing = Callable[[ChunkTable, PartTable, int, int], RankPulls]
 
 
@@ -43,15 +93,14 @@ class TransferSchedule:
     Args:
         rank: this rank.
         rows: sources of all pulls, sorted by step, [sources, `pulls.COLUMNS`].
-        begins: offset of each step's rows, and the total, [steps + 1]; all ranks have the same
-            number of steps, which may be empty.
+        num_steps: steps of all ranks; a rank's step may be empty.
         places: places in ``rows`` by their numbers, with the memory and index of this rank.
         peers: ranks that this rank reads from, or that read from this rank.
     """
 
     rank: int
     rows: np.ndarray
-    begins: np.ndarray
+    num_steps: int
     places: tuple[Place, ...]
     peers: frozenset[int]
 
@@ -112,7 +161,6 @@ class TransferSchedule:
     ) -> TransferSchedule:
         """Schedule the pulls of each of the ``steps`` of ``rank``, in the same order."""
         rows: list[list[int]] = []
-        begins = [0]
         for number, step in enumerate(steps):
             for pull in step:
                 for index, source in enumerate(pull.sources):
@@ -125,9 +173,8 @@ class TransferSchedule:
                     row[pulls.INTO : pulls.RANK] = _encode(pull.into)[1:]
                     row[pulls.RANK : pulls.INTO_NUMBER] = _encode(source)
                     rows.append(row)
-            begins.append(len(rows))
         table = np.array(rows, np.int64).reshape(-1, pulls.COLUMNS)
-        return cls._of_rows(table, np.array(begins), rank, peers=peers)
+        return cls._of_rows(table, len(steps), rank, peers=peers)
 
     @classmethod
     def _of(
@@ -140,47 +187,30 @@ class TransferSchedule:
         # at the same time.
         order = np.lexsort((rows[:, pulls.BEGIN], rows[:, pulls.DISTANCE], rows[:, pulls.STEP]))
         rows = rows[order]
-        begins = np.searchsorted(rows[:, pulls.STEP], np.arange(listed.num_steps + 1))
         peers = frozenset(np.flatnonzero(listed.is_peer).tolist())
-        return cls._of_rows(rows, begins, rank, peers=peers)
+        return cls._of_rows(rows, listed.num_steps, rank, peers=peers)
 
     @classmethod
     def _of_rows(
-        cls, rows: np.ndarray, begins: np.ndarray, rank: int, *, peers: frozenset[int]
+        cls, rows: np.ndarray, num_steps: int, rank: int, *, peers: frozenset[int]
     ) -> TransferSchedule:
         numbered = pulls.number_places(rows).tolist()
         places = tuple(Place(rank, MEMORIES[memory], index) for memory, index in numbered)
-        return cls(rank, rows, begins, places, peers)
-
-    @property
-    def num_steps(self) -> int:
-        return len(self.begins) - 1
+        return cls(rank, rows, num_steps, places, peers)
 
     @property
     def steps(self) -> tuple[tuple[Pull, ...], ...]:
-        """Pulls of each step."""
-        steps: list[tuple[Pull, ...]] = []
-        for first, last in zip(self.begins[:-1], self.begins[1:], strict=True):
-            step: list[Pull] = []
-            for row in range(first, last):
-                sources: tuple[Place, ...] = (self.read(row),)
-                if self.rows[row, pulls.MORE]:
-                    sources = step.pop().sources + sources
-                begin, end = self.rows[row, [pulls.BEGIN, pulls.END]].tolist()
-                add = bool(self.rows[row, pulls.ADD])
-                step.append(Pull(sources, self.written(row), begin, end, add))
-            steps.append(tuple(step))
-        return tuple(steps)
-
-    def read(self, row: int) -> Place:
-        """Return the place that ``row`` reads."""
-        rank, memory, index, first = self.rows[row, pulls.RANK : pulls.INTO_NUMBER].tolist()
-        return Place(rank, MEMORIES[memory], index, first)
-
-    def written(self, row: int) -> Place:
-        """Return the place that ``row`` writes."""
-        memory, index, first = self.rows[row, pulls.INTO : pulls.RANK].tolist()
-        return Place(self.rank, MEMORIES[memory], index, first)
+        """Pulls of each step, decoded."""
+        steps: list[list[Pull]] = [[] for _ in range(self.num_steps)]
+        for row in self.rows.tolist():
+            sources = (_decode(row[pulls.RANK : pulls.INTO_NUMBER]),)
+            into = _decode([self.rank, *row[pulls.INTO : pulls.RANK]])
+            step = steps[row[pulls.STEP]]
+            if row[pulls.MORE]:
+                sources = step.pop().sources + sources
+            begin, end = row[pulls.BEGIN], row[pulls.END]
+            step.append(Pull(sources, into, begin, end, bool(row[pulls.ADD])))
+        return tuple(map(tuple, steps))
 
 
 def _encode_parts(parts: Parts, chunks: ChunkTable) -> PartTable:
@@ -204,3 +234,8 @@ def _encode_part(part: Part) -> list[int]:
 
 def _encode(place: Place) -> list[int]:
     return [place.rank, MEMORIES.index(place.memory), place.index, place.begin]
+
+
+def _decode(place: Sequence[int]) -> Place:
+    rank, memory, index, begin = place
+    return Place(rank, MEMORIES[memory], index, begin)

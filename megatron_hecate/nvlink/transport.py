@@ -24,9 +24,8 @@ from megatron_hecate.nvlink.chunks import CACHED
 from megatron_hecate.nvlink.domains import Domains, Messages, Stage, Stages
 from megatron_hecate.nvlink.launch import TransferKernels
 from megatron_hecate.nvlink.peers import Peers
-from megatron_hecate.nvlink.places import Place
 from megatron_hecate.nvlink.program import Extent, Program, compile_programs
-from megatron_hecate.nvlink.schedule import TransferSchedule
+from megatron_hecate.nvlink.schedule import Place, TransferSchedule
 
 # Steps after which one transfer signals between all ranks of the domain: a counter that has fallen
 # behind by half of its range would appear to be ahead.
@@ -130,7 +129,7 @@ class NVLink:
         self._peers = Peers(
             self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout
         )
-        # All microbatches have one plan, and the buffers of a layer take turns.
+        # All microbatches have one placement, and the buffers of a layer take turns.
         new_program = functools.partial(Program, signals=self._peers.signals)
         self._program = functools.lru_cache(maxsize=PROGRAMS)(new_program)
         # The counters in the new memory are 0.

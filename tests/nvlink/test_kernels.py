@@ -22,9 +22,8 @@ from mutations import MUTATIONS
 
 from megatron_hecate.device import compile as kernels
 from megatron_hecate.nvlink import launch, program
-from megatron_hecate.nvlink.places import Place, Pull
 from megatron_hecate.nvlink.program import Program, Signals
-from megatron_hecate.nvlink.schedule import TransferSchedule
+from megatron_hecate.nvlink.schedule import Place, Pull, TransferSchedule
 
 TILE = 1024  # bytes: small, so that small chunks have many
 SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}

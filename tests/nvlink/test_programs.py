@@ -15,9 +15,8 @@ from kernel_scripts import random_copies
 from megatron_hecate.comm.transport import Copy
 from megatron_hecate.nvlink import program, pulls
 from megatron_hecate.nvlink.domains import Domains, Messages, Stages
-from megatron_hecate.nvlink.places import Place
 from megatron_hecate.nvlink.program import COPY, SOURCE, SUM, TRANSFER, Program, Signals
-from megatron_hecate.nvlink.schedule import TransferSchedule
+from megatron_hecate.nvlink.schedule import Place, TransferSchedule
 
 pytestmark = pytest.mark.fast
 DOMAINS: tuple[Domains, ...] = (

@@ -15,8 +15,8 @@ from kernel_scripts import one_hot, random_copies
 
 from megatron_hecate.comm.transport import Copy, LayerBuffer
 from megatron_hecate.nvlink.domains import Domains, Messages, Stages
-from megatron_hecate.nvlink.places import GRAIN, Place
-from megatron_hecate.nvlink.schedule import TransferSchedule
+from megatron_hecate.nvlink.pulls import GRAIN
+from megatron_hecate.nvlink.schedule import Place, TransferSchedule
 
 pytestmark = pytest.mark.fast
 DOMAINS: dict[str, Domains] = {

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from megatron_hecate.comm.transport import Copy
-from megatron_hecate.nvlink.places import Place
 from megatron_hecate.nvlink.program import FAILURE, MAX_STEPS, Program, Signals
-from megatron_hecate.nvlink.schedule import TransferSchedule
+from megatron_hecate.nvlink.schedule import Place, TransferSchedule
 
 WRITE, CHECK, GATHER, REDUCE = range(4)
 GUARD = (
