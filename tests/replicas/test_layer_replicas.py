@@ -29,9 +29,9 @@ class _Experts:
 
     delayed = None
 
-    def __init__(self, parameters: Sequence[Parameter], *, fused: bool) -> None:
+    def __init__(self, parameters: Sequence[Parameter]) -> None:
         self._parameters = parameters
-        self.layout = ChunkLayout((parameters[0].shape,), (fused,), is_grouped=True)
+        self.layout = ChunkLayout((parameters[0].shape,), (False,), is_grouped=True)
         self.weights_in = self.layout.views
 
     def homes(self) -> list[list[Parameter]]:
@@ -67,21 +67,14 @@ def _slots(
     homes: Sequence[list[Parameter]],
     lifetime: str,
     group: Any = None,
-    *,
-    num_slots: int = 1,
-    fused: bool = False,
 ) -> list[ReplicaSlots]:
     """One slot in every layer; an own expert has one parameter. All layers share the rank's buffers."""
     layers = [
-        LayerBuffer(slots=num_slots, elements=h[0].numel(), dtype=h[0].dtype, homes=len(h))
-        for h in homes
+        LayerBuffer(slots=1, elements=h[0].numel(), dtype=h[0].dtype, homes=len(h)) for h in homes
     ]
     transport = P2P(group or dist.group.WORLD, timeout=30)
     pool = BufferPool(transport, layers, lifetime, device=torch.device("cpu"))
-    return [
-        ReplicaSlots(i, _Experts(h, fused=fused), pool, f"layer {i + 1}")
-        for i, h in enumerate(homes)
-    ]
+    return [ReplicaSlots(i, _Experts(h), pool, f"layer {i + 1}") for i, h in enumerate(homes)]
 
 
 @pytest.mark.fast
