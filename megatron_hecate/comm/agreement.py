@@ -6,7 +6,6 @@ Each rank sends a `Note` about its model to rank 0, which validates all of them 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_hecate.comm.collectives import gather_rows
-from megatron_hecate.comm.rank_0 import refer_to_rank_0
+from megatron_hecate.comm.rank_0 import environment_number, refer_to_rank_0
 from megatron_hecate.faults.rendezvous import Question, Verdict
 
 # Upper bound on the problems in an error: every rank reads the list.
@@ -141,18 +140,11 @@ class SwitchOnError(ValueError):
 
     def print(self) -> None:
         """Print the list on rank 0, and one line on another rank, to the standard error."""
-        rank = _rank_of_job()
+        rank = dist.get_rank() if dist.is_initialized() else environment_number("RANK")
         if rank == 0:
             print(self, file=sys.stderr, flush=True)
         else:
             refer_to_rank_0("FSSDP cannot be switched on; rank 0 prints the reasons", rank)
-
-
-def _rank_of_job() -> int:
-    """Return this process's rank, also before its process group exists."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank()
-    return int(os.environ.get("RANK", 0))
 
 
 def _without_traceback(hook: Callable[..., None]) -> Callable[..., None]:

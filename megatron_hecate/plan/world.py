@@ -104,14 +104,10 @@ class Speeds:
         """
         try:
             values = json.loads(files.read_file(path))
-            intra, inter = (Link(**values[name]) for name in ("intra", "inter"))
-            numbers = {name: values[name] for name in ("flops", "routing", "contention")}
-            numbers |= {name: values[name] for name in ("memory", "launch") if name in values}
-            for number in (*numbers.values(), *vars(intra).values(), *vars(inter).values()):
-                # `float` takes both.
-                if isinstance(number, str | bool):
-                    raise ValueError(f"{number!r:.40} is no number")
-            return cls(intra, inter, **{name: float(one) for name, one in numbers.items()})
+            speeds = {name: values[name] for name in values if name not in ("origin", "units")}
+            for name in ("intra", "inter"):
+                speeds[name] = Link(**values[name])
+            return cls(**speeds)
         except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(
                 f"{path} does not hold measured speeds ({files.describe(error)}); "
