@@ -103,16 +103,13 @@ class P2P:
     ) -> Transfer:
         """Begin a spAG: post all messages now; they have completed when `Transfer.wait` returns."""
         device = homes[0][0].device
-        watch: Stopwatch | None = None
-        meeting = 0
-        if timed and self._can_time:
-            watch = Stopwatch(device)
-            meeting = self.next_tag()
-        messages = self.batch(self.next_tag(), what="spAG", label=label)
+        watch = Stopwatch(device) if timed and self._can_time else None
+        tag = self.next_tag()
+        messages = self.batch(tag, what="spAG", label=label)
 
         def steps() -> Iterator[None]:
             if watch is not None:
-                self.meet(plan, device, tag=meeting, label=label)
+                self.meet(plan, device, tag=tag, label=label)
                 watch.mark("begin")
             for index, rank in plan.sends:
                 for tensor in homes[index]:

@@ -74,8 +74,6 @@ class QuotaTables:
 
     def place(self, placement: Placement) -> None:
         """Write the tables of ``placement`` on the current stream, without host synchronization."""
-        if placement is self.placed:
-            return
         table = torch.from_numpy(HolderOrder.of(placement, self.shape).table(self.shape))
         # torch's pinned allocator reuses the buffer only after the asynchronous copy is done
         if self.device.type == "cuda":
