@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -68,7 +69,7 @@ def plan_replicas(
     if not num_slots or not forecast.any():
         return homes_only
     problem = problem_of(homes_only, world, cost)
-    table = _best_plan(forecast, problem, num_slots, previous)
+    table = _Search(forecast, problem, num_slots).best_table(previous)
     # callers compare placements by identity to skip work for an unchanged plan
     for candidate in (homes_only, previous):
         if candidate is None:
@@ -118,8 +119,8 @@ def problem_of(homes_only: Placement, world: World, cost: CopyCost) -> Problem:
     )
 
 
-class _Plan(NamedTuple):
-    """Candidate plan.
+class _Candidate(NamedTuple):
+    """Candidate table, [R, P] experts, and its cost in tokens.
 
     Args:
         table: [R, P] experts.
@@ -139,131 +140,121 @@ class _Limits(NamedTuple):
     leaving: int
 
 
-def _best_plan(
-    forecast: np.ndarray, problem: Problem, num_slots: int, previous: Placement | None
-) -> np.ndarray:
-    """Find the cheapest plan, [R, P] experts, or the bare homes if replicas do not pay.
+class _Search:
+    """Search for the cheapest replicas of one layer.
 
     Args:
         forecast: [E] tokens.
         problem: homes, nodes and costs.
         num_slots: replicas that a rank may hold.
-        previous: plan of the last iteration, a second start of the local search.
     """
-    num_ranks = len(problem.node)
-    loads = np.bincount(problem.home, weights=forecast, minlength=num_ranks)
-    # free: even full slots cost less than one token
-    copy_tokens = max(problem.near, problem.far) + problem.computing
-    is_free = copy_tokens * num_slots + problem.routing < 1
-    if is_free:
-        limits = _Limits(num_slots, num_slots * num_ranks)
-        best = _cheaper(None, fill(forecast, problem, *limits), forecast, problem)
-    elif loads.max() <= BALANCED * loads.mean():
-        return problem.bare
-    else:
-        best, limits = _cheapest_fill(forecast, problem, num_slots)
-    best, continues = _improve(best, limits, forecast, problem, previous)
-    if is_free:
+
+    def __init__(self, forecast: np.ndarray, problem: Problem, num_slots: int) -> None:
+        self._forecast = forecast
+        self._problem = problem
+        self._num_slots = num_slots
+        self._num_ranks = len(problem.node)
+        self._home_loads = np.bincount(problem.home, weights=forecast, minlength=self._num_ranks)
+
+    def best_table(self, previous: Placement | None) -> np.ndarray:
+        """Find the cheapest table, [R, P] experts; the bare homes if replicas do not pay.
+
+        Args:
+            previous: placement of the last iteration, a second start of the local search.
+        """
+        problem = self._problem
+        # free: even full slots cost less than one token
+        copy_tokens = max(problem.near, problem.far) + problem.computing
+        is_free = copy_tokens * self._num_slots + problem.routing < 1
+        if is_free:
+            limits = _Limits(self._num_slots, self._num_slots * self._num_ranks)
+            best = self._candidate(fill(self._forecast, problem, *limits))
+        elif self._home_loads.max() <= BALANCED * self._home_loads.mean():
+            return problem.bare
+        else:
+            best, limits = self._cheapest_fill()
+        best, continues = self._improve(best, limits, previous)
+        if is_free:
+            return best.table
+        margin = HYSTERESIS * best.overhead
+        if continues:
+            margin = -margin
+        if best.cost + margin >= self._candidate(problem.bare).cost:
+            return problem.bare
         return best.table
-    bare_cost = plan_cost(forecast, problem, problem.bare, np.inf)[0]
-    margin = HYSTERESIS * best.overhead
-    if continues:
-        margin = -margin
-    if best.cost + margin >= bare_cost:
-        return problem.bare
-    return best.table
 
+    def _candidate(self, table: np.ndarray, bound: float = np.inf) -> _Candidate:
+        """Compute the cost of ``table`` [R, P]; a lower bound if that is not below ``bound``."""
+        return _Candidate(table, *plan_cost(self._forecast, self._problem, table, bound))
 
-def _improve(
-    best: _Plan,
-    limits: _Limits,
-    forecast: np.ndarray,
-    problem: Problem,
-    previous: Placement | None,
-) -> tuple[_Plan, bool]:
-    """Improve a plan by local search, also starting from the last iteration's plan.
+    def _improve(
+        self, best: _Candidate, limits: _Limits, previous: Placement | None
+    ) -> tuple[_Candidate, bool]:
+        """Improve a candidate by local search, also starting from the last iteration's placement.
 
-    Returns:
-        The cheapest plan; and whether ``previous`` has replicas and the same homes.
-    """
-    number, leaving = limits
-    num_ranks = len(problem.node)
-    mean = np.bincount(problem.home, weights=forecast, minlength=num_ranks).mean()
-    even = mean * (1 + 1 / SLACK)
-    # with scattered copies a home sends each expert once, however many ranks receive it
-    if problem.scatters:
-        leaving = best.table.size
-    until = (-(-REPLACED // num_ranks), number, leaving, even - mean)
-    tokens = np.rint(forecast).astype(np.int64)
+        Returns:
+            The cheapest candidate; and whether ``previous`` has replicas and the same homes.
+        """
+        problem = self._problem
+        number, leaving = limits
+        mean = self._home_loads.mean()
+        even = mean * (1 + 1 / SLACK)
+        # with scattered copies a home sends each expert once, however many ranks receive it
+        if problem.scatters:
+            leaving = best.table.size
+        until = (-(-REPLACED // self._num_ranks), number, leaving, even - mean)
+        tokens = np.rint(self._forecast).astype(np.int64)
 
-    def improved(start: np.ndarray) -> np.ndarray:
-        return overwrite(tokens, problem.home, start, problem.node, np.zeros(4), until)
+        def improve_from(best: _Candidate, start: np.ndarray) -> _Candidate:
+            table = overwrite(tokens, problem.home, start, problem.node, np.zeros(4), until)
+            if np.array_equal(table, best.table):
+                return best
+            return min(best, self._candidate(table, best.cost), key=operator.attrgetter("cost"))
 
-    best = _cheaper(best, improved(best.table), forecast, problem)
-    if previous is None or previous.num_replicas == 0:
-        return best, False
-    if not np.array_equal(previous.home, problem.home):
-        return best, False
-    if previous.is_replica.sum(axis=1).max() == number:
-        start = previous.table.copy()
-        # skip the search if even perfectly balanced ranks would not make this plan cheaper
-        if even + sum(cost_beside_load(forecast, problem, start)) < best.cost:
-            best = _cheaper(best, improved(start), forecast, problem)
-    return best, True
+        best = improve_from(best, best.table)
+        if previous is None or previous.num_replicas == 0:
+            return best, False
+        if not np.array_equal(previous.home, problem.home):
+            return best, False
+        if previous.is_replica.sum(axis=1).max() == number:
+            start = previous.table.copy()
+            # skip the search if even perfectly balanced ranks would not make this one cheaper
+            if even + sum(cost_beside_load(self._forecast, problem, start)) < best.cost:
+                best = improve_from(best, start)
+        return best, True
 
+    def _cheapest_fill(self) -> tuple[_Candidate, _Limits]:
+        """Find the cheapest greedy table over both limits of `fill`.
 
-def _cheaper(
-    plan: _Plan | None, table: np.ndarray, forecast: np.ndarray, problem: Problem
-) -> _Plan:
-    """Return the cheaper of ``plan`` and the plan with ``table`` [R, P]."""
-    if plan is None:
-        return _Plan(table, *plan_cost(forecast, problem, table, np.inf))
-    if np.array_equal(table, plan.table):
-        return plan
-    candidate = _Plan(table, *plan_cost(forecast, problem, table, plan.cost))
-    if candidate.cost < plan.cost:
-        return candidate
-    return plan
+        With more replicas of a hot rank's home experts, loads get more even and the home sends for
+        a longer time. The optimum is in between; for each number of replicas per rank, a descent
+        searches the other limit.
+        """
+        # with this number of copies even the hottest home keeps a mean load
+        evens = math.ceil(self._home_loads.max() / self._home_loads.mean()) - 1
+        candidates: dict[_Limits, _Candidate] = {}
+        lowest = np.inf
 
+        def cost(number: int, leaving: int) -> float:
+            nonlocal lowest
+            limits = _Limits(number, leaving)
+            if limits not in candidates:
+                table = fill(self._forecast, self._problem, number, leaving)
+                candidates[limits] = self._candidate(table, lowest)
+                lowest = min(lowest, candidates[limits].cost)
+            return candidates[limits].cost
 
-def _cheapest_fill(forecast: np.ndarray, problem: Problem, num_slots: int) -> tuple[_Plan, _Limits]:
-    """Find the cheapest greedy plan over both limits of `fill`.
-
-    With more replicas of a hot rank's home experts, loads get more even and the home sends for a
-    longer time. The optimum is in between; for each number of replicas per rank, a descent searches
-    the other limit.
-
-    Args:
-        forecast: [E] tokens.
-        problem: homes, nodes and costs.
-        num_slots: replicas that a rank may hold.
-    """
-    num_ranks = len(problem.node)
-    loads = np.bincount(problem.home, weights=forecast, minlength=num_ranks)
-    # with this number of copies even the hottest home keeps a mean load
-    evens = math.ceil(loads.max() / loads.mean()) - 1
-    plans: dict[_Limits, _Plan] = {}
-    lowest = np.inf
-
-    def cost(number: int, leaving: int) -> float:
-        nonlocal lowest
-        limits = _Limits(number, leaving)
-        if limits not in plans:
-            table = fill(forecast, problem, number, leaving)
-            plans[limits] = _Plan(table, *plan_cost(forecast, problem, table, lowest))
-            lowest = min(lowest, plans[limits].cost)
-        return plans[limits].cost
-
-    best = _Limits(num_slots, num_slots)
-    for number in range(num_slots, 0, -1):
-        cost_of_number = functools.partial(cost, number)
-        unlimited = most_leaving(forecast, problem, number)
-        starts = (evens, 2 * number, number, unlimited)
-        leaving = min((max(number, min(start, unlimited)) for start in starts), key=cost_of_number)
-        # a descent for fewer replicas is worth its time only from a start that is cheaper already
-        if number == num_slots or cost_of_number(leaving) < cost(*best):
-            best = _Limits(number, _descend(cost_of_number, leaving, number, unlimited))
-    return plans[best], best
+        best = _Limits(self._num_slots, self._num_slots)
+        for number in range(self._num_slots, 0, -1):
+            cost_of_number = functools.partial(cost, number)
+            unlimited = most_leaving(self._forecast, self._problem, number)
+            starts = (evens, 2 * number, number, unlimited)
+            limits = (max(number, min(start, unlimited)) for start in starts)
+            leaving = min(limits, key=cost_of_number)
+            # a descent for fewer replicas is worth its time only from a cheaper start
+            if number == self._num_slots or cost_of_number(leaving) < cost(*best):
+                best = _Limits(number, _descend(cost_of_number, leaving, number, unlimited))
+        return candidates[best], best
 
 
 def _descend(cost: Callable[[int], float], start: int, min_number: int, max_number: int) -> int:
