@@ -4,11 +4,10 @@
 
 Both times are measured while training runs and summed over the group together with the loads, so
 that all ranks hold the same t. The first time is read in every iteration's first microbatch. The
-second, for which transfers are timed, is measured in a few iterations after the first replicas,
-again when the first time has drifted, and at regular intervals. Until copies have been timed, the
-speeds that the cost model uses give the duration of a copy. Times differ from run to run, and plans
-with them: where runs must repeat bitwise, set the overlap degree to a constant, or set Megatron's
-``deterministic_mode``.
+second, for which transfers are timed, is measured in a few iterations after the first replicas, and
+again at regular intervals. Until copies have been timed, the speeds that the cost model uses give
+the duration of a copy. Times differ from run to run, and plans with them: where runs must repeat
+bitwise, set the overlap degree to a constant, or set Megatron's ``deterministic_mode``.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from megatron_hecate.comm.transfer import Stopwatch, Transfer
 WARM_UP: int = 2
 TIMED: int = 3  # iterations in which copies are timed
 AGAIN: int = 100  # iterations after which copies are timed again
-DRIFT: float = 0.25  # relative change of the window after which copies are timed again
 WEIGHT: float = 0.5  # weight of the newest measurement
 NANO: float = 1e9
 MEASURED: int = 4  # numbers that are summed together with the loads
@@ -37,7 +35,6 @@ class OverlapMeter:
         self._watches: dict[int, Stopwatch] = {}  # stopwatch of the window, by layer
         self._copies: list[tuple[Transfer, int]] = []
         self._iteration = 0  # iterations with replicas since copies were last timed
-        self._window_then: float | None = None
 
     def attention(self, layer: int, device: torch.device) -> None:
         """Start the window of ``layer``: its attention is next, in the first microbatch."""
@@ -93,13 +90,7 @@ class OverlapMeter:
             self.window = _smooth(self.window, window_ns / windows / NANO)
         if copies:
             self.copy = _smooth(self.copy, copy_ns / copies / NANO)
-            self._window_then = self.window
-        drifted = (
-            self._window_then is not None
-            and self.window is not None
-            and abs(self.window - self._window_then) > DRIFT * self._window_then
-        )
-        if self._iteration >= WARM_UP + TIMED and (drifted or self._iteration >= AGAIN):
+        if self._iteration >= AGAIN:
             # Connections exist by now, so the next timing needs no warm-up.
             self._iteration = WARM_UP
 

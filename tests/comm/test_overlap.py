@@ -28,7 +28,7 @@ def test_degree_is_the_window_over_the_time_of_a_copy() -> None:
     assert meter.degree(2e-3) == pytest.approx(5)
 
 
-def test_copies_are_timed_early_again_and_after_a_drift() -> None:
+def test_copies_are_timed_early_and_again() -> None:
     meter = OverlapMeter()
 
     def iteration(window_ms: int) -> bool:
@@ -40,9 +40,6 @@ def test_copies_are_timed_early_again_and_after_a_drift() -> None:
     first = [iteration(5) for _ in range(WARM_UP + TIMED + 5)]
     assert first == [WARM_UP <= i + 1 < WARM_UP + TIMED for i in range(len(first))]
     assert sum(iteration(5) for _ in range(AGAIN)) >= 1, "now and then"
-    while iteration(5):
-        pass
-    assert not iteration(50) and iteration(50), "the window is ten times as long"
 
 
 def test_measurements_are_kept_until_they_are_complete() -> None:
