@@ -77,9 +77,7 @@ class P2P:
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
         """Allocate [size] uint8 anywhere on ``device``, and the staging buffer."""
         # The old staging buffer is freed before the new one is allocated.
-        self._returning = None
-        self._staged.clear()
-        self._staging = torch.empty(0)
+        self.release()
         self._staging = torch.empty(self.extra_bytes(layers), dtype=torch.uint8, device=device)
         return torch.empty(size, dtype=torch.uint8, device=device)
 
