@@ -1,4 +1,5 @@
 """Replicas in TEGroupedMLP over TransformerEngine's own Python, with only its compiled half in torch (`te_on_cpu`).
+`test_layouts` has layouts of it.
 
 Oracle: the same model without FSSDP, on the same ranks and data. What this cannot show is TransformerEngine's kernels.
 """
@@ -10,123 +11,11 @@ import dataclasses
 from typing import Any
 
 import pytest
-from layouts import BIAS, DELAYED, FULL, INTERLEAVED, MOE, MTP, MTP_REPEATED, SHARDED
+from layouts import BIAS, DISPATCH, SHARDED
 from layouts import FUSED_WGRAD as FUSED
-from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
-
-DISPATCH = dict(overlap_dispatch_backward_with_experts_wgrad=True)
-ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act"])
-BF16_MAIN = dict(bf16=True, grad_reduce_in_fp32=False)
-TWO, FOUR = dict(accumulate=2), dict(accumulate=4)  # microbatches
-# name: settings of FSSDP
-PLAIN = {"": {}}
-LAYER = {"-layer": dict(lifetime="layer")}
-LATE = {"-late": dict(late_replicas=2)}
-NVLINK = {"-layer-nvlink": dict(lifetime="layer", transport="nvlink")}
-
-# name: (ranks, fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP by what they add to the name)
-CASES: dict[str, tuple[int, dict, dict, dict[str, dict]]] = {
-    "plain": (2, TWO, {}, PLAIN),
-    "bias": (2, TWO, BIAS, PLAIN),
-    "fused": (2, dict(accumulate=3), FUSED, {**PLAIN, **LAYER, **LATE}),
-    "fused-bias": (2, TWO, dict(FUSED, **BIAS), PLAIN),
-    "fused-full": (2, TWO, dict(FUSED, **FULL), PLAIN),
-    "fused-moe": (2, TWO, dict(FUSED, **MOE), LAYER),
-    "fused-bf16-main-grads": (2, dict(BF16_MAIN, accumulate=3), FUSED, PLAIN),
-    "fused-bf16-main-grads-bias": (2, dict(BF16_MAIN, **TWO), dict(FUSED, **BIAS), NVLINK),
-    "ep4-distopt-overlap": (4, dict(ep=4, **TWO, **SHARDED), {}, PLAIN),
-    "ep4-fused-distopt-overlap": (4, dict(ep=4, **TWO, **SHARDED), FUSED, PLAIN),
-    "edp2-fused-bf16-main-grads-distopt-overlap": (
-        4,
-        dict(BF16_MAIN, **TWO, **SHARDED),
-        FUSED,
-        PLAIN,
-    ),
-    "delayed": (2, FOUR, dict(DELAYED, **BIAS), PLAIN),
-    "delayed-fused": (2, FOUR, dict(DELAYED, **FUSED), {**PLAIN, **LAYER}),
-    "delayed-fused-overlap": (2, dict(FOUR, **SHARDED), dict(DELAYED, **FUSED), LAYER),
-    "delayed-overlap": (2, dict(FOUR, **SHARDED), DELAYED, PLAIN),
-    "delayed-mtp": (2, TWO, dict(DELAYED, **FUSED, **MTP), LAYER),
-    "delayed-pp2-vpp2": (4, dict(INTERLEAVED, **SHARDED), dict(DELAYED, **FUSED), PLAIN),
-    "delayed-fused-activation": (2, FOUR, dict(DELAYED, **FUSED, **ACTIVATION), LAYER),
-    "dispatch-overlap-fused": (2, TWO, dict(DISPATCH, **FUSED), PLAIN),
-    "dispatch-overlap-fused-full": (2, TWO, dict(DISPATCH, **FUSED, **FULL), PLAIN),
-    "dispatch-overlap-fused-moe": (2, TWO, dict(DISPATCH, **FUSED, **MOE), LAYER),
-    "dispatch-overlap-fused-mtp-repeated": (
-        2,
-        TWO,
-        dict(DISPATCH, **FUSED, **MTP_REPEATED, **MOE),
-        LAYER,
-    ),
-    "te-2.9.0-delayed": (2, dict(FOUR, **SHARDED), DELAYED, PLAIN),
-    "te-2.9.0-bias": (2, TWO, BIAS, PLAIN),
-    "te-2.9.0-fused": (2, dict(accumulate=3), FUSED, PLAIN),
-    "te-2.9.0-fused-bf16-main-grads": (2, dict(BF16_MAIN, **TWO), FUSED, PLAIN),
-}
-
-
-# In ``make test``: each way to accumulate gradients, to delay them and to recompute, each lifetime, both of our
-# TransformerEngines.
-QUICK = """
-bias fused fused-full fused-bf16-main-grads-bias delayed-fused-overlap
-dispatch-overlap-fused-mtp-repeated te-2.9.0-fused edp2-fused-bf16-main-grads-distopt-overlap
-"""
-
-
-def _cases(num_ranks: int) -> list:
-    assert set(QUICK.split()) <= CASES.keys()
-    names = [name for name, (ranks_, *_) in CASES.items() if ranks_ == num_ranks]
-    return quick(names, [name for name in names if name in QUICK.split()])
-
-
-def _compare(name: str) -> None:
-    import te_on_cpu
-
-    te_on_cpu.install(
-        te_on_cpu.OLDEST if name.startswith(f"te-{te_on_cpu.OLDEST}") else te_on_cpu.NEWEST
-    )
-    import tex_on_cpu
-    import tiny_gpt
-    import torch.distributed as dist
-
-    _, fields, settings, of_fssdp = CASES[name]
-    case = tiny_gpt.Case(grouped=True, **fields, settings=tuple(settings.items()))
-    tiny_gpt.initialize(case)
-    tiny_gpt.install_fused_wgrad()  # for the attention
-    stock = tiny_gpt.train(case)
-    layouts = {layout for layout, *_ in tex_on_cpu.GEMMS}
-    assert layouts == {"TN", "NN", "NT"}, (
-        "stock Megatron did not compute with TransformerEngine's GroupedLinear"
-    )
-    none = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
-    assert tiny_gpt.difference(stock, none) == tiny_gpt.SAME
-    for suffix, of_ours in of_fssdp.items():
-        tex_on_cpu.GEMMS.clear()
-        ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(**of_ours))
-        order = [layout for layout, *_ in tex_on_cpu.GEMMS[-4:]]  # the last backward's
-        delayed = settings.keys() & {"delay_wgrad_compute", *DISPATCH}
-        assert order == (["NN", "NN", "NT", "NT"] if delayed else ["NN", "NT", "NN", "NT"])
-        worst = tiny_gpt.assert_trained_alike(
-            stock, ours, suffix, tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
-        )
-        if dist.get_rank() == 0:
-            row = f"{ours.replicas} | {worst['loss']:.1e} | {worst['grad']:.1e}"
-            print(f"\nparity | {name}{suffix} | {row} |", flush=True)
-
-
-@pytest.mark.parametrize("name", _cases(2))
-@ranks(2, preload=lambda name: None if name.startswith("te-") else "te")
-def test_two_ranks(name: str) -> None:
-    _compare(name)
-
-
-@pytest.mark.parametrize("name", _cases(4))
-@ranks(4, preload="te")
-def test_four_ranks(name: str) -> None:
-    _compare(name)
 
 
 @ranks(2, preload="te")

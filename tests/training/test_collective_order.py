@@ -13,7 +13,8 @@ import planners
 import pytest
 import torch.distributed as dist
 import variants
-from layouts import COMBINED, DELAYED, FULL, FUSED_WGRAD, HYBRID, SHARDED, Layout
+from layout_tables import HYBRID
+from layouts import COMBINED, DELAYED, FULL, FUSED_WGRAD, SHARDED, Layout
 from quick import quick
 from ranks import ranks
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import variants
-from layouts import LAYOUTS
+from layout_tables import LAYOUTS
 from ranks import ranks
 
 pytestmark = pytest.mark.newest

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 import variants
-from layouts import LAYOUTS, TWICE
+from layout_tables import LAYOUTS, TWICE
 from quick import quick
 from ranks import ranks
 
