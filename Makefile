@@ -71,7 +71,7 @@ test-between-%: .venv
 	else echo "Python 3.12 not found: megatron-core $* is not tested"; fi
 
 test-nightly: .venv
-	$(BIN)/python $(PYTEST) tests/nightly tests/training/test_slime_routes.py
+	$(BIN)/python $(PYTEST) tests/nightly
 
 test-bridge: .venv
 	.ci/bridge_env.sh .venv

@@ -1,5 +1,6 @@
 """NeMo-RL's own router replay, and verl's own patch of Megatron's, where $HECATE_NEMO_RL and $HECATE_VERL name
-checkouts: tokens without a route choose their experts.
+checkouts: tokens without a route choose their experts. And the own lists of slime and miles ($HECATE_SLIME,
+$HECATE_MILES), whose loop is in `test_slime_routes`.
 
 Only the modules of router replay run; the packages around them need ray, and three names from them are given here. The
 loop of NeMo-RL follows ``model_forward`` of ``nemo_rl/models/megatron/train.py``, 7ea279ab. Oracle: stock Megatron in
@@ -8,6 +9,7 @@ the same loop; loads counted token by token in Python.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import sys
@@ -106,3 +108,39 @@ def test_verls_own_patch() -> None:
     replay(case.accumulate, actions=verl.RouterReplayAction)
     ours = _compare(case)
     assert isinstance(tiny_gpt.moe_layers(ours.chunks)[0].router.router_replay, verl.RouterReplay)
+
+
+@pytest.mark.parametrize(
+    ("checkout", "name"),
+    [("HECATE_SLIME", "slime.utils.routing_replay"), ("HECATE_MILES", "miles.utils.replay_base")],
+)
+def test_own_lists_of_slime_and_miles(
+    checkout: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Literal routes of three forwards, of which one is over."""
+    if checkout not in os.environ:
+        pytest.skip(f"{checkout} names no checkout")
+    from megatron_hecate.megatron.router_replay import next_routes
+
+    monkeypatch.syspath_prepend(os.environ[checkout])
+    module = importlib.import_module(name)
+    empty_like = torch.empty_like
+    # memory that is not pinned
+    monkeypatch.setattr(
+        torch, "empty_like", lambda *args, pin_memory=False, **kwargs: empty_like(*args, **kwargs)
+    )
+    router = torch.nn.Module()
+    if checkout == "HECATE_SLIME":
+        monkeypatch.setenv("ENABLE_ROUTING_REPLAY", "1")
+        monkeypatch.setenv("ROUTING_REPLAY_STAGE", "replay_forward")
+        router.routing_replay = module.RoutingReplay()
+    else:
+        manager = module.routing_replay_manager
+        manager.enabled, manager.stage = True, "replay_forward"
+        manager.register_to_module(router, "routing_replay")
+    for forward in range(3):
+        router.routing_replay.record(torch.full((4, 2), forward).int())
+    router.routing_replay.forward_index = 1
+    config = types.SimpleNamespace(moe_router_fusion=False)
+    layer = types.SimpleNamespace(router=router, config=config)
+    assert [int(routes[0, 0]) for routes, _ in next_routes(layer, 9)] == [1, 2]

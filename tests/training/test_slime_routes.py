@@ -3,14 +3,13 @@
 The loop follows slime 624b824a: ``slime/utils/routing_replay.py`` (a router's list of routes, one entry per forward of
 a rollout), ``fill_routing_replay`` and ``train_actor`` in ``slime/backends/megatron_utils/actor.py``, and
 ``forward_step`` in ``model.py`` there; miles, a fork of slime, has the same loop and a stage of its own (31f1ca961:
-``miles/utils/replay_base.py``). With $HECATE_SLIME and $HECATE_MILES, folders of checkouts, their own modules replay.
+``miles/utils/replay_base.py``). Both are stood in for; `test_router_replay` reads their own lists.
 
 Oracle: stock Megatron in the same loop; loads counted token by token in Python.
 """
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import types
@@ -20,99 +19,97 @@ from unittest import mock
 
 import numpy as np
 import pytest
+import replayed_routes
 import torch
 import torch.distributed as dist
 from layouts import FULL
 from ranks import ranks
-from replayed_routes import note_forecasts
 
-EXPERTS, TOKENS, LAYERS = 8, 32, 2
+EXPERTS, LAYERS = 8, 2
 ROLLOUTS, STEPS, MICROBATCHES = 2, 2, 3  # steps of a rollout, microbatches of a step
 
 
-class Adapter:
-    """Router replay of Megatron that calls a framework's top k, which patches Megatron's function around it."""
+class RoutingReplay:
+    """A router's routes of a rollout, by forward, and positions of the next forward and recomputation."""
 
-    def __init__(self, compute_topk: Any) -> None:
-        self._compute_topk = compute_topk
+    def __init__(self) -> None:
+        self.clear()
 
-    def get_replay_topk(self, scores: torch.Tensor, topk: int, *args: Any) -> tuple:
-        return self._compute_topk(args[-1])(scores, topk, *args[:-1])
+    def record(self, top_indices: Any) -> None:
+        self.top_indices_list.append(top_indices)
+
+    def pop(self, stage: str) -> torch.Tensor:
+        position = {"replay_forward": "forward_index", "replay_backward": "backward_index"}[stage]
+        routes = self.top_indices_list[getattr(self, position)]
+        setattr(self, position, getattr(self, position) + 1)
+        return routes.materialize_for_routing_replay(stage) if isinstance(routes, Lazy) else routes
+
+    def clear(self) -> None:
+        self.forward_index = self.backward_index = 0
+        self.top_indices_list: list[Any] = []
+
+    def clear_forward(self) -> None:
+        self.forward_index = 0
+
+
+class Lazy:
+    """Entry of slime's list that makes its tensor when the router asks for it."""
+
+    def __init__(self, routes: torch.Tensor) -> None:
+        self._routes = routes
+
+    def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
+        return self._routes
 
 
 class Slime:
-    """slime's module, or the stand-in for it."""
+    """slime's stage is in the environment."""
 
     pads = False
 
     def __init__(self) -> None:
-        self._module = own_module("HECATE_SLIME", "slime.utils.routing_replay")
-        if self._module is None:
-            self._module = importlib.import_module("slime_routing_replay")
-        elif hasattr(self._module, "accelerator"):
-            self._module.accelerator.current_device = lambda: "cpu"
         os.environ["ENABLE_ROUTING_REPLAY"] = "1"
 
     def attach(self, router: Any) -> None:
-        router.routing_replay = replay = self._module.RoutingReplay()
+        """Have the router replay what is recorded in its list."""
+        router.routing_replay = replay = RoutingReplay()
 
-        def compute_topk(old: Any) -> Any:
-            self._module.set_routing_replay(replay)
-            return self._module.get_routing_replay_compute_topk(old)
+        def get_replay_topk(scores: torch.Tensor, *_: Any) -> tuple:
+            routes = self.as_routed(replay.pop(self.stage), scores.shape[1])
+            return scores.gather(1, routes), routes
 
-        router.router_replay = Adapter(compute_topk)
+        router.router_replay = types.SimpleNamespace(get_replay_topk=get_replay_topk)
 
-    def set_stage(self, stage: str) -> str:
-        before = os.environ.get("ROUTING_REPLAY_STAGE", "")
+    def as_routed(self, routes: torch.Tensor, num_experts: int) -> torch.Tensor:
+        return routes
+
+    @property
+    def stage(self) -> str:
+        return os.environ.get("ROUTING_REPLAY_STAGE", "")
+
+    @stage.setter
+    def stage(self, stage: str) -> None:
         os.environ["ROUTING_REPLAY_STAGE"] = stage
-        return before
 
 
-class Miles:
-    """miles' module, or the stand-in for it."""
+class Miles(Slime):
+    """miles' stage is in an object beside the list's class; padding, marked by -1, goes to the first experts."""
 
     pads = True
+    stage = ""
 
     def __init__(self) -> None:
-        module = own_module("HECATE_MILES", "miles.utils.replay_base")
-        if module is None:
-            module = importlib.import_module("miles_replay_base")
-        torch.cuda.current_device = lambda: "cpu"
-        self._manager = module.routing_replay_manager
-        self._manager.enabled = True
+        self.enabled = True
+        sys.modules[RoutingReplay.__module__].routing_replay_manager = self
 
-    def attach(self, router: Any) -> None:
-        self._manager.register_to_module(router, "routing_replay")
-        get_topk_fn = self._manager.get_topk_fn
-        router.router_replay = Adapter(lambda old: get_topk_fn(old, return_probs=True))
-
-    def set_stage(self, stage: str) -> str:
-        before, self._manager.stage = self._manager.stage, stage
-        return before
-
-
-FRAMEWORKS: dict[str, type[Slime] | type[Miles]] = {"slime": Slime, "miles": Miles}
-
-
-def own_module(variable: str, name: str) -> types.ModuleType | None:
-    """A framework's own module in the checkout that ``variable`` names, with memory that is not pinned."""
-    if variable not in os.environ:
-        return None
-    sys.path.insert(0, os.environ[variable])
-    empty_like = torch.empty_like
-    torch.empty_like = lambda *args, pin_memory=False, **settings: empty_like(*args, **settings)
-    return importlib.import_module(name)
+    def as_routed(self, routes: torch.Tensor, num_experts: int) -> torch.Tensor:
+        first = torch.arange(2, dtype=routes.dtype)
+        return torch.where((routes == -1).all(dim=-1, keepdim=True), first, routes)
 
 
 def routes_of(forward: int, layer: int, rank: int, pads: bool = False) -> torch.Tensor:
-    """[T, 2] experts of each token in a forward, counted over all rollouts; most choose the same one.
-
-    With ``pads`` the last tokens are padding, marked by -1.
-    """
-    generator = torch.Generator().manual_seed(100 * forward + 10 * layer + rank)
-    scores = torch.rand(TOKENS, EXPERTS, generator=generator)
-    scores[torch.arange(TOKENS) % 3 > 0, (3 * forward + layer) % EXPERTS] += 1
-    routes = scores.topk(2).indices.int()
+    """[T, 2] experts of each token in a forward, counted over all rollouts; the last ones may be padding."""
+    routes = replayed_routes.routes_of(*divmod(forward, MICROBATCHES), layer, rank).int()
     if pads:
         routes[-5:] = -1
     return routes
@@ -127,16 +124,6 @@ def count(forwards: Iterable[int], layer: int, pads: bool) -> np.ndarray:
                 for expert in (0, 1) if token == [-1, -1] else token:
                     load[expert] += 1
     return load
-
-
-class Lazy:
-    """Entry of slime's list that makes its tensor when the router asks for it."""
-
-    def __init__(self, routes: torch.Tensor) -> None:
-        self._routes = routes
-
-    def materialize_for_routing_replay(self, stage: str) -> torch.Tensor:
-        return self._routes
 
 
 def train(case: Any, framework: Any, *, has_lazy_rank: bool = False, **settings: Any) -> Any:
@@ -160,12 +147,12 @@ def train(case: Any, framework: Any, *, has_lazy_rank: bool = False, **settings:
                 routes = routes_of(forward, index, rank, framework.pads)
                 is_lazy = has_lazy_rank and rank and forward % case.accumulate
                 router.routing_replay.record(Lazy(routes) if is_lazy else routes)
-        framework.set_stage("replay_forward")
+        framework.stage = "replay_forward"
         with tiny_gpt.evaluating(run.chunks):
             tiny_gpt.run(case, run.chunks, 0, num_microbatches=case.accumulate, forward_only=True)
         for router in routers:
             router.routing_replay.clear_forward()
-        framework.set_stage("replay_backward")
+        framework.stage = "replay_backward"
         for step in range(STEPS):
             run.step(STEPS * rollout + step)
         for router in routers:
@@ -181,34 +168,35 @@ def set_stage_in_forward(framework: Any) -> None:
     original = tiny_gpt.forward_step
 
     def forward_step(*args: Any, **settings: Any) -> Any:
-        before = framework.set_stage("replay_forward")
-        try:
-            return original(*args, **settings)
-        finally:
-            framework.set_stage(before)
+        stage, framework.stage = framework.stage, "replay_forward"
+        result = original(*args, **settings)
+        framework.stage = stage
+        return result
 
     tiny_gpt.forward_step = forward_step
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize(
-    ("name", "lifetime", "megatron"),
-    [("slime", "iteration", {}), pytest.param("miles", "layer", FULL, marks=pytest.mark.slow)],
+    ("kind", "lifetime", "megatron"),
+    [(Slime, "iteration", {}), pytest.param(Miles, "layer", FULL, marks=pytest.mark.slow)],
     ids=["slime-iteration", "miles-layer-recompute"],
 )
 @ranks(2)
-def test_plans_are_made_for_the_replayed_routes(name: str, lifetime: str, megatron: dict) -> None:
+def test_plans_are_made_for_the_replayed_routes(
+    kind: type[Slime], lifetime: str, megatron: dict
+) -> None:
     """From the first step on, and with lifetime ``iteration`` for the sum of all microbatches of the step."""
     import tiny_gpt
 
     from megatron_hecate.record.metrics import layer_metrics
 
     case = tiny_gpt.initialized(accumulate=MICROBATCHES, settings=megatron)
-    framework = FRAMEWORKS[name]()
+    framework = kind()
     set_stage_in_forward(framework)
     stock = train(case, framework)
-    found: list[np.ndarray] = []
-    note_forecasts(found)
+    forecasts: list[np.ndarray] = []
+    replayed_routes.note_forecasts(forecasts)
     ours = train(case, framework, lifetime=lifetime, slots=2, late_replicas=2)
     tiny_gpt.assert_trained_alike(stock, ours, lifetime)
     planned = MICROBATCHES if lifetime == "iteration" else 1
@@ -218,8 +206,8 @@ def test_plans_are_made_for_the_replayed_routes(name: str, lifetime: str, megatr
         for start in starts
         for layer in range(LAYERS)
     ]
-    assert len(found) == len(true)
-    assert all(map(np.array_equal, found, true)), (found, true)
+    assert len(forecasts) == len(true)
+    assert all(map(np.array_equal, forecasts, true)), (forecasts, true)
     assert [m.late for m in layer_metrics(ours.chunks)] == [0, 0]
 
 
@@ -234,28 +222,26 @@ def test_ranks_that_know_different_numbers_of_microbatches_plan_alike() -> None:
     framework = Slime()
     set_stage_in_forward(framework)
     stock = train(case, framework)
-    found: list[np.ndarray] = []
-    note_forecasts(found)
+    forecasts: list[np.ndarray] = []
+    replayed_routes.note_forecasts(forecasts)
     ours = train(case, framework, has_lazy_rank=True, slots=2)
     tiny_gpt.assert_trained_alike(stock, ours)
     planned: list[Any] = [None, None]
-    dist.all_gather_object(planned, [forecast.tolist() for forecast in found])
+    dist.all_gather_object(planned, [forecast.tolist() for forecast in forecasts])
     assert planned[0] == planned[1]
     for layer in range(LAYERS):
         known = np.zeros(EXPERTS)
         for forward, rank in [(0, 0), (1, 0), (2, 0), (0, 1)]:
             known += np.bincount(routes_of(forward, layer, rank).flatten(), minlength=EXPERTS)
-        np.testing.assert_allclose(found[layer], known * MICROBATCHES / 2, rtol=1e-12)
+        np.testing.assert_allclose(forecasts[layer], known * MICROBATCHES / 2, rtol=1e-12)
 
 
 @pytest.mark.fast
 def test_what_is_read_off_the_list() -> None:
     """Literal entries: the next ones, up to the number asked for, the end, or one that is no tensor yet."""
-    import slime_routing_replay
-
     from megatron_hecate.megatron.router_replay import has_replay, next_routes, replays
 
-    replay = slime_routing_replay.RoutingReplay()
+    replay = RoutingReplay()
     layer = types.SimpleNamespace(
         router=types.SimpleNamespace(routing_replay=replay),
         config=types.SimpleNamespace(moe_router_fusion=False),
