@@ -130,7 +130,7 @@ def environment(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Envir
         [*install, "--disable-pip-version-check", str(built.wheel)],
     ):
         done = subprocess.run(
-            [sys.executable, *command], text=True, capture_output=True, timeout=120
+            [sys.executable, *command], text=True, capture_output=True, timeout=300
         )
         assert done.returncode == 0, done.stdout + done.stderr
     (packages,) = environment.folder.glob("lib/python*/site-packages")

@@ -256,7 +256,8 @@ def expect_routes(
             microbatch or by sample.
 
     Raises:
-        ValueError: if the numbers of routes and layers differ, or the routes name other experts.
+        ValueError: if the numbers of routes and layers differ, or the routes are no integers or
+            name other experts.
     """
     modules = chain.from_iterable(chunk.modules() for chunk in chunks)
     layers = [module for module in modules if hasattr(module, "fssdp")]

@@ -28,6 +28,9 @@ def parts_of(routes: Routes, is_routed: Tensor | None = None) -> Iterator[Tensor
     Args:
         routes: experts of each token, [T, k].
         is_routed: False for tokens whose routes are to be ignored, [T] bool, if any.
+
+    Raises:
+        ValueError: for floating-point numbers.
     """
     k = routes.shape[-1]
     if routes.ndim != 2:
@@ -38,6 +41,8 @@ def parts_of(routes: Routes, is_routed: Tensor | None = None) -> Iterator[Tensor
         if not isinstance(part, Tensor):
             # A copy, because torch warns about arrays that are mapped read-only.
             part = torch.from_numpy(np.array(part))
+        if part.is_floating_point():
+            raise ValueError(f"routes are {part.dtype}; give the numbers of experts, as integers")
         if is_routed is not None:
             rows_known = is_routed[start : start + rows].to(part.device, torch.bool)
             part = part.long().masked_fill(~rows_known.unsqueeze(1), -1)

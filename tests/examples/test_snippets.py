@@ -203,7 +203,7 @@ def started(files: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
     """What the launcher would run in the folder of `files`: target, our flags, its arguments."""
     noted: list[tuple] = []
 
-    def note(target: launcher.Target, given: dict, arguments: list[str]) -> int:
+    def note(target: launcher.Target, given: dict, arguments: list[str], _: list[str]) -> int:
         noted.append((Path(target.name).name, given, arguments))
         return 0
 

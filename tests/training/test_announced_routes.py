@@ -77,7 +77,7 @@ def test_an_iteration_of_several_microbatches_is_planned_for_the_sum_of_announce
         (torch.zeros(4, 3, 2).int(), "routes of 3 layers, but this rank has 2 MoE layers"),
         (torch.zeros(4, 2).int(), r"routes of shape \(4, 2\); give \[tokens, layers, k\]"),
         ([layers[0], layers[0] + 8], "1 announced routes of .* name no expert from 0 to 7"),
-        ([layers[0], torch.zeros(1, 2)], "MoE layer 1 are torch.float32; give the numbers"),
+        ([layers[0], torch.zeros(1, 2)], "routes are torch.float32; give the numbers"),
     ]:
         with pytest.raises(ValueError, match=message):
             expect_routes(ours.chunks, wrong)
