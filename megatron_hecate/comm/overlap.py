@@ -33,7 +33,7 @@ class OverlapMeter:
         self.window: float | None = None  # seconds from attention to experts, agreed
         self.copy: float | None = None  # seconds of one copy, agreed
         self._watches: dict[int, Stopwatch] = {}  # stopwatch of the window, by layer
-        self._copies: list[tuple[Transfer, int]] = []
+        self._copies: list[tuple[Stopwatch, int]] = []
         self._iteration = 0  # iterations with replicas since copies were last timed
 
     def attention(self, layer: int, device: torch.device) -> None:
@@ -58,8 +58,8 @@ class OverlapMeter:
 
     def follow(self, transfer: Transfer, copies: int) -> None:
         """Measure ``transfer``, in which this rank receives and sends at most ``copies`` chunks."""
-        if copies and transfer.timed:
-            self._copies.append((transfer, copies))
+        if copies and transfer.watch is not None:
+            self._copies.append((transfer.watch, copies))
 
     def measured(self) -> list[int]:
         """Return the measurements that completed since the last call, [`MEASURED`].
@@ -74,11 +74,11 @@ class OverlapMeter:
                 sums[1] += 1
                 del self._watches[layer]
         waiting = []
-        for transfer, copies in self._copies:
-            if transfer.seconds is None:
-                waiting.append((transfer, copies))
+        for watch, copies in self._copies:
+            if watch.seconds is None:
+                waiting.append((watch, copies))
             else:
-                sums[2] += round(transfer.seconds * NANO)
+                sums[2] += round(watch.seconds * NANO)
                 sums[3] += copies
         self._copies = waiting
         return sums

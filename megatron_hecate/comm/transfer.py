@@ -56,7 +56,8 @@ class Transfer:
         self.ended: Future[None] | None = None
         self._steps = steps
         self._failed = False
-        self._watch = watch
+        # ``None`` without a measured duration.
+        self.watch = watch
         self._stream: torch.cuda.Stream | None = None
         self._enqueued: torch.cuda.Event | None = None
         with trace.span(f"{what} start", label):
@@ -76,7 +77,7 @@ class Transfer:
         with torch.cuda.stream(self._stream):
             marker = object()
             if has_one_queue() and next(self._steps, marker) is not marker:
-                self._watch = None
+                self.watch = None
             else:
                 self._enqueue_rest(self._stream)
 
@@ -84,8 +85,8 @@ class Transfer:
         with torch.cuda.stream(stream):
             for _ in self._steps:
                 pass
-            if self._watch is not None:
-                self._watch.mark("end")
+            if self.watch is not None:
+                self.watch.mark("end")
             self._enqueued = stream.record_event()
 
     def _run_in_thread(self, previous: Future[None] | None) -> Future[None]:
@@ -97,7 +98,7 @@ class Transfer:
         # Captured before `_steps` is replaced below, which may be earlier than the thread's start.
         steps = self._steps
         ended: Future[None] = Future()
-        watch = self._watch
+        watch = self.watch
 
         def run() -> None:
             try:
@@ -120,18 +121,6 @@ class Transfer:
         self._steps = join()
         BackgroundThread(f"{self.what} {self.label}", run).start()
         return ended
-
-    @property
-    def timed(self) -> bool:
-        """True if `seconds` will be known."""
-        return self._watch is not None
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds from all peers' arrival to the end; ``None`` before the end, or if untimed."""
-        if self._watch is None:
-            return None
-        return self._watch.seconds
 
     def wait(self) -> None:
         """Wait until the transfer is over; a repeated call does nothing.

@@ -246,7 +246,7 @@ class Transport(Protocol):
             slots: chunk of every slot, of the same data type, in the memory of `allocate`; no other
                 writer until the transfer is over.
             label: name of the layer.
-            timed: True to measure `Transfer.seconds`; the same on all ranks. The time that this
+            timed: True to measure by `Transfer.watch`; the same on all ranks. The time that this
                 rank waits for other ranks to begin is not part of it.
 
         Raises (also from `Transfer.wait`):

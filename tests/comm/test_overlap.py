@@ -83,4 +83,4 @@ def test_what_a_timed_transfer_raises_is_raised_where_it_is_waited_for() -> None
         transfer.wait()
     with pytest.raises(RuntimeError, match="layer 1: this spRS failed before"):
         transfer.wait()
-    assert transfer.seconds is None
+    assert transfer.watch.seconds is None
