@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,24 +251,16 @@ def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None
     assert graph.replays == 3 and Graph.made == [graph]
 
 
-class _HostKernels:
-    """Instead of compiled kernels: one function, called as `Kernels.launch` calls those on a host."""
-
-    on_gpu = False
-
-    @staticmethod
-    def double_floats(source: Any, target: Any, count: Any) -> None:
-        floats = ctypes.POINTER(ctypes.c_float)
-        for i in range(count.value):
-            ctypes.cast(target, floats)[i] = 2 * ctypes.cast(source, floats)[i]
-
-    _functions = {"double_floats": double_floats}
-
-
 def _double(source: Any, target: Any) -> None:
+    """Launch a function of the host as `Kernels.launch` calls those of the compiled library."""
     from megatron_hecate.device.launch import Kernels
 
     pointers = (ctypes.c_void_p(t.data_ptr()) for t in (source, target))
-    Kernels.launch(
-        _HostKernels(), "double_floats", *pointers, ctypes.c_uint(4), blocks=1, threads=1
-    )
+    kernels = SimpleNamespace(on_gpu=False, function={"double_floats": _double_floats}.get)
+    Kernels.launch(kernels, "double_floats", *pointers, ctypes.c_uint(4), blocks=1, threads=1)
+
+
+def _double_floats(source: Any, target: Any, count: Any) -> None:
+    floats = ctypes.POINTER(ctypes.c_float)
+    for i in range(count.value):
+        ctypes.cast(target, floats)[i] = 2 * ctypes.cast(source, floats)[i]
