@@ -36,28 +36,32 @@ from torch.utils._pytree import tree_leaves
 def install() -> None:
     """Put the emulator behind ``torch.cuda``; after ``te_on_cpu.install()``, before a model is built."""
     megatron_on_cpu.install()
+    install_graphs(Stream, Event)
     cuda = torch.cuda
-    cuda.CUDAGraph, cuda.graph = Graph, Capture
-    cuda.is_current_stream_capturing = lambda: Graph.current is not None
-    cuda.Stream, cuda.Event, cuda.stream = Stream, Event, _on_stream
-    cuda.current_stream, cuda.default_stream = (lambda *_: _streams[-1]), (lambda *_: _default)
-    cuda.set_stream = _set_stream
-    cuda.synchronize = lambda *_: _host_waits("torch.cuda.synchronize")
+    cuda.synchronize = lambda *_: host_waits("torch.cuda.synchronize")
     cuda.default_generators = _Generators()
     cuda.memory_stats = lambda *_: {
         f"{kind}_bytes.all.current": 0 for kind in ("allocated", "reserved")
     }
     torch._C._cuda_beginAllocateCurrentThreadToPool = lambda device, pool: _Pooled(pool).__enter__()
     torch._C._cuda_endAllocateToPool = lambda device, pool: _pooled[-1].__exit__(None, None, None)
-    torch.from_numpy, torch.frombuffer = (
-        _of_the_host(torch.from_numpy),
-        _of_the_host(torch.frombuffer),
-    )
-    _note_addresses()
-    _note_launches()
     _collectives_end()
     _graphable_generators()
     _samples_of_the_model()
+
+
+def install_graphs(stream: type[Stream], event: type[Event]) -> None:
+    """Put graphs and streams behind ``torch.cuda``, and note what reaches a graph from the host."""
+    cuda = torch.cuda
+    cuda.CUDAGraph, cuda.graph = Graph, Capture
+    cuda.is_current_stream_capturing = lambda: Graph.current is not None
+    cuda.Stream, cuda.Event, cuda.stream = stream, event, _on_stream
+    cuda.current_stream, cuda.default_stream = (lambda *_: _streams[-1]), (lambda *_: _default)
+    cuda.set_stream = _set_stream
+    torch.from_numpy = _of_the_host(torch.from_numpy)
+    torch.frombuffer = _of_the_host(torch.frombuffer)
+    _note_addresses()
+    _note_launches()
 
 
 def local(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
@@ -151,7 +155,7 @@ def assert_replayed(at_least: int) -> None:
     assert not idle, f"{len(idle)} of {len(Graph.made)} graphs were never replayed"
 
 
-def _host_waits(what: str) -> None:
+def host_waits(what: str) -> None:
     if Graph.current is not None:
         refuse(f"{what} makes the host wait inside a capture")
 
@@ -184,15 +188,15 @@ class Stream:
         self.wait_event(stream.record_event())
 
     def record_event(self, event: Any = None) -> Any:
-        event = event if event is not None else Event()
+        event = event if event is not None else torch.cuda.Event()
         event.record(self)
         return event
 
     def synchronize(self) -> None:
-        _host_waits("Stream.synchronize")
+        host_waits("Stream.synchronize")
 
     def query(self) -> bool:
-        _host_waits("Stream.query")
+        host_waits("Stream.query")
         return True
 
     def __enter__(self) -> Stream:
@@ -221,10 +225,10 @@ class Event(megatron_on_cpu._Event):
         (stream if stream is not None else _streams[-1]).wait_event(self)
 
     def synchronize(self) -> None:
-        _host_waits("Event.synchronize")
+        host_waits("Event.synchronize")
 
     def query(self) -> bool:
-        _host_waits("Event.query")
+        host_waits("Event.query")
         return True
 
 
@@ -389,7 +393,7 @@ def _note_launches() -> None:
 
     @functools.wraps(launch)
     def noted(kernels: Kernels, *args: Any, **kwargs: Any) -> None:
-        if Graph.current is not None and not kernels.on_gpu:
+        if Graph.current is not None:
             Graph.current.launch(functools.partial(launch, kernels), args, kwargs)
         else:
             launch(kernels, *args, **kwargs)

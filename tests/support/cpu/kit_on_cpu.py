@@ -10,17 +10,14 @@ refused ends the process with a status other than 0. Megatron is not needed.
 from __future__ import annotations
 
 import atexit
-import functools
 import itertools
 import os
 import sys
 from typing import Any
 
 import gpu_on_cpu
-import graph_capture
 import graphs_on_cpu
 import torch
-from graph_capture import Graph
 
 NAME = "a GPU on a CPU"
 _handles = itertools.count(0x5000, 0x10)
@@ -38,14 +35,6 @@ class Stream(graphs_on_cpu.Stream):
     def priority_range() -> tuple[int, int]:
         return 0, -5
 
-    def wait_stream(self, stream: Any) -> None:
-        self.wait_event(stream.record_event())
-
-    def record_event(self, event: Any = None) -> Any:
-        event = event if event is not None else Event()
-        event.record(self)
-        return event
-
 
 class Event(graphs_on_cpu.Event):
     def query(self) -> bool:
@@ -59,42 +48,17 @@ def install() -> None:
     cuda, refuse_or_wait = torch.cuda, torch.cuda.synchronize
 
     def synchronize(*_: Any) -> None:
-        graphs_on_cpu._host_waits("torch.cuda.synchronize")
+        graphs_on_cpu.host_waits("torch.cuda.synchronize")
         _asleep[0] = False
         refuse_or_wait()
 
     def sleep(cycles: int) -> None:
         _asleep[0] = True
 
-    cuda.CUDAGraph, cuda.graph = Graph, graph_capture.Capture
-    cuda.is_current_stream_capturing = lambda: Graph.current is not None
-    cuda.Stream, cuda.Event, cuda.stream = Stream, Event, graphs_on_cpu._on_stream
-    cuda.current_stream, cuda.default_stream = (
-        (lambda *_: graphs_on_cpu._streams[-1]),
-        lambda *_: graphs_on_cpu._default,
-    )
-    cuda.set_stream, cuda.synchronize, cuda._sleep = graphs_on_cpu._set_stream, synchronize, sleep
+    graphs_on_cpu.install_graphs(Stream, Event)
+    cuda.synchronize, cuda._sleep = synchronize, sleep
     cuda.is_available, cuda.get_device_name = (lambda: True), (lambda *_: NAME)
-    torch.from_numpy = graphs_on_cpu._of_the_host(torch.from_numpy)
-    torch.frombuffer = graphs_on_cpu._of_the_host(torch.frombuffer)
-    graphs_on_cpu._note_addresses()
-    _note_launches()
     atexit.register(_report, driver)
-
-
-def _note_launches() -> None:
-    from megatron_hecate.device.launch import Kernels
-
-    launch = Kernels.launch
-
-    @functools.wraps(launch)
-    def noted(kernels: Kernels, *args: Any, **kwargs: Any) -> None:
-        if Graph.current is not None:
-            Graph.current.launch(functools.partial(launch, kernels), args, kwargs)
-        else:
-            launch(kernels, *args, **kwargs)
-
-    Kernels.launch = noted
 
 
 def _report(driver: gpu_on_cpu.Driver) -> None:
