@@ -159,10 +159,8 @@ def by_hand(body: Body) -> Pattern:
     return steps_of(body, finishes=True)
 
 
-def call_and(
-    act: Callable[[Loop, int], None], *, is_before_update: bool = False
-) -> Callable[[Loop], list[float]]:
-    """One schedule call per step, and ``act(loop, step)`` behind each update, or before it."""
+def call_and(act: Callable[[Loop, int], list[float] | None]) -> Pattern:
+    """One schedule call per step, and behind each update ``act(loop, step)``, which may return further losses."""
 
     def pattern(loop: Loop) -> list[float]:
         losses = []
@@ -170,11 +168,8 @@ def call_and(
         for step in range(STEPS):
             loop.zero()
             losses.append(loop.call(step, 2))
-            if is_before_update:
-                act(loop, step)
             loop.update()
-            if not is_before_update:
-                act(loop, step)
+            losses += act(loop, step) or []
         return losses
 
     return pattern
@@ -188,6 +183,12 @@ def calls_of(*counts: int) -> Body:
 def log_probabilities_in_train_mode(loop: Loop, step: int) -> None:
     with torch.no_grad():
         loop.call(100 + step, 3, forward_only=True)
+
+
+def call_and_log_probabilities(loop: Loop, step: int) -> list[float]:
+    loss = loop.call(step, 2)
+    log_probabilities_in_train_mode(loop, step)
+    return [loss]
 
 
 def forward_without_backward(loop: Loop, step: int) -> None:
@@ -287,18 +288,12 @@ def roll_back(loop: Loop, *, reduces: bool) -> list[float]:
     return losses
 
 
-def average_for_evaluation(loop: Loop) -> list[float]:
+def average_for_evaluation(loop: Loop, step: int) -> list[float]:
     """An exponential average of the weights is swapped in and out, and trains one batch on the way."""
-    losses = []
-    for step in range(STEPS):
+    with loop.scaled(0.99, "foreach"):
+        loop.evaluate(step)
         loop.zero()
-        losses.append(loop.call(step, 2))
-        loop.update()
-        with loop.scaled(0.99, "foreach"):
-            loop.evaluate(step)
-            loop.zero()
-            losses.append(loop.call(50 + step, 1))
-    return losses
+        return [loop.call(50 + step, 1)]
 
 
 def several_calls(loop: Loop, step: int) -> list[float]:
@@ -401,37 +396,21 @@ def zero_before_backward(loop: Loop, step: int) -> list[float]:
     return [float(loss)]
 
 
-def beside_a_critic(body: Callable[[Loop, Loop, int], list[float]]) -> Pattern:
-    """A loop by hand in which another model has a whole step."""
+def beside_a_critic(loop: Loop, *, forwards: int) -> list[float]:
+    """After the first of so many forwards that are in flight together, another model has a whole step."""
+    critic = Loop(loop.case, loop.hook)
 
-    def pattern(loop: Loop) -> list[float]:
-        critic = Loop(loop.case, loop.hook)
-        return by_hand(lambda loop, step: body(loop, critic, step))(loop)
+    def body(loop: Loop, step: int) -> list[float]:
+        loss = loop.forward(step, 0)
+        critic.zero()
+        critic_loss = critic.call(step, 2)
+        critic.update()
+        for index in range(1, forwards):
+            loss = loss + loop.forward(step, index)
+        loss.backward()
+        return [critic_loss, float(loss)]
 
-    return pattern
-
-
-def _step_of(critic: Loop, step: int) -> float:
-    critic.zero()
-    loss = critic.call(step, 2)
-    critic.update()
-    return loss
-
-
-def critic_steps_before_backward(loop: Loop, critic: Loop, step: int) -> list[float]:
-    loss = loop.forward(step, 0)
-    of_critic = _step_of(critic, step)
-    loss.backward()
-    return [of_critic, float(loss)]
-
-
-def critic_steps_between_forwards(loop: Loop, critic: Loop, step: int) -> list[float]:
-    """Two forwards are in flight."""
-    loss = loop.forward(step, 0)
-    of_critic = _step_of(critic, step)
-    loss = loss + loop.forward(step, 1)
-    loss.backward()
-    return [of_critic, float(loss)]
+    return by_hand(body)(loop)
 
 
 def load_midway(loop: Loop, step: int) -> list[float]:
@@ -555,9 +534,7 @@ PATTERNS: dict[str, Pattern] = {
     "microbatches vary, no calculator": steps_of(calls_of(1, 3, 2, 4)),
     "calculator says no divisor": steps_of(calls_of(3, 3, 3, 3), announced=2),
     "calculator is right, then not": steps_of(calls_of(4, 4, 3, 4), announced=4),
-    "log-probabilities before the step": call_and(
-        log_probabilities_in_train_mode, is_before_update=True
-    ),
+    "log-probabilities before the step": steps_of(call_and_log_probabilities, announced=2),
     "forward without backward": call_and(forward_without_backward),
     "sharpness-aware": steps_of(sharpness_aware),
     "sharpness-aware by microbatch": by_hand(sharpness_aware_by_microbatch),
@@ -567,7 +544,7 @@ PATTERNS: dict[str, Pattern] = {
     "forgotten forward at other weights": by_hand(forgotten_forward_at_other_weights),
     "roll back": partial(roll_back, reduces=True),
     "roll back without reduction": partial(roll_back, reduces=False),
-    "average swapped in": average_for_evaluation,
+    "average swapped in": call_and(average_for_evaluation),
     "several calls per step": steps_of(several_calls, announced=8),
     "NeMo-RL's streaming": steps_of(streaming),
     "own loop": steps_of(own_loop),
@@ -582,7 +559,7 @@ PATTERNS: dict[str, Pattern] = {
     "gradients scaled by hand": by_hand(gradients_scaled_by_hand),
     "gradients of a call scaled by hand": steps_of(gradients_of_a_call_scaled_by_hand),
     "zeroed between forward and backward": by_hand(zero_before_backward),
-    "critic steps between forward and backward": beside_a_critic(critic_steps_before_backward),
+    "critic steps between forward and backward": partial(beside_a_critic, forwards=1),
     "two models, interleaved": two_models,
     "two models with one configuration": two_models_with_one_config,
     "without DDP, own optimizer": without_ddp,
@@ -597,7 +574,7 @@ TOLD = {
 }
 # Refused with the other lifetimes.
 ONLY_WITH_LIFETIME_LAYER = {
-    "critic steps between forwards in flight": beside_a_critic(critic_steps_between_forwards)
+    "critic steps between forwards in flight": partial(beside_a_critic, forwards=2)
 }
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import os
@@ -130,9 +131,8 @@ def before_step(run: Any) -> Any:
     return mock.patch.object(run.optimizer, "step", _fail)
 
 
-def _around_transfer(run: Any, what: str) -> None:
+def in_transfer(run: Any, name: str) -> None:
     """Rank 0 dies when it has begun its transfer, the others before they begin theirs."""
-    name = {"fetch": "fetch", "return": "return_gradients"}[what]
     for layer in tiny_gpt.moe_layers(run.chunks):
         transport = layer.fssdp.transport
         begin = getattr(transport, name)
@@ -143,14 +143,6 @@ def _around_transfer(run: Any, what: str) -> None:
             raise DeathError
 
         setattr(transport, name, dies)
-
-
-def in_fetch(run: Any) -> None:
-    _around_transfer(run, "fetch")
-
-
-def in_return(run: Any) -> None:
-    _around_transfer(run, "return")
 
 
 def in_wait(run: Any) -> Any:
@@ -201,15 +193,17 @@ class Point:
 
 
 MOVES = {"rehome": 2, "slots": 0}
+IN_FETCH = functools.partial(in_transfer, name="fetch")
+IN_RETURN = functools.partial(in_transfer, name="return_gradients")
 POINTS = {
     "before the first forward": Point(before_the_first_forward, at=0, stock=True),
     "forward": Point(in_forward, stock=True),
-    "fetch": Point(in_fetch),
-    "fetch, nvlink": Point(in_fetch, settings={"transport": "nvlink"}),
+    "fetch": Point(IN_FETCH),
+    "fetch, nvlink": Point(IN_FETCH, settings={"transport": "nvlink"}),
     "wait for a transfer": Point(in_wait),
     "backward": Point(in_backward, stock=True),
-    "return": Point(in_return),
-    "return, nvlink": Point(in_return, settings={"transport": "nvlink"}),
+    "return": Point(IN_RETURN),
+    "return, nvlink": Point(IN_RETURN, settings={"transport": "nvlink"}),
     "before the step": Point(before_step, stock=True),
     "while homes move": Point(while_homes_move, settings=MOVES),
     "while a checkpoint is saved": Point(while_saving, settings=MOVES),
