@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from torch.utils.hooks import RemovableHandle
 
 from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
@@ -61,6 +62,8 @@ class LayerPlanner:
         self.early = EarlyPlans()
         # True if the running iteration has no replicas.
         self.is_paused = False
+        # Number of hooks registered in this process when no logger had any.
+        self._unlogged_until = -1
         self._states = states
         self._clock = clock
         self._routes = routes
@@ -75,7 +78,10 @@ class LayerPlanner:
         Megatron's loggers of activations and data gradients hook into single experts, on all ranks
         in the same iterations. Without replicas their records are stock's.
         """
-        self.is_paused = any(state.parts.experts.inside.are_logged() for state in self._states)
+        if self._unlogged_until != RemovableHandle.next_id:
+            self.is_paused = any(state.parts.experts.inside.are_logged() for state in self._states)
+            if not self.is_paused:
+                self._unlogged_until = RemovableHandle.next_id
 
     def knows_loads(self, index: int) -> bool:
         """Return whether a layer needs no late replicas: planned for true loads, or without any."""

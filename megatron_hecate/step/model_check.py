@@ -1,4 +1,4 @@
-"""Checks of a model where an iteration begins, after all code that may have changed it."""
+"""Checks of a model in an iteration, after all code that may have changed it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 
 
-def check_experts(states: Sequence[LayerState], clock: Clock) -> None:
-    """Check that nothing has been attached to single experts since the last iteration.
+def check_experts(state: LayerState, clock: Clock) -> None:
+    """Check that nothing has been attached to a layer's single experts since the last iteration.
 
     Raises:
         ValueError: on the rank that has such code.
     """
-    if problems := _foreign_code(states):
+    if problems := _foreign_code([state]):
         # The next forward begins an iteration again, and is refused as well.
         clock.end_iteration()
         raise ValueError("\n".join(["FSSDP cannot run:", *(f"  - {line}" for line in problems)]))

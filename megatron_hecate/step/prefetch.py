@@ -255,8 +255,10 @@ class Prefetcher(Uncopied, StepEvents):
             finish_gathers(self._experts[state.index], following)
         self._planner.plan_from(state.index, self.forecast, is_alone=is_alone)
         current = state.current
-        current.is_prepared = True
         is_first = current.fetched_epoch is None
+        if is_first:
+            check_experts(state, self.clock)
+        current.is_prepared = True
         # Weights change between two passes of a microbatch only if its forward was aborted.
         is_later_pass = state.parts.passes > 1 and self.clock.is_within_microbatch(state.index)
         epochs = self.clock.epochs
@@ -313,8 +315,6 @@ class Prefetcher(Uncopied, StepEvents):
         if self.find_conflicts is not None:
             check_model(self.states, self.find_conflicts, self.clock)
             self.find_conflicts = None
-        else:
-            check_experts(self.states, self.clock)
         # If weights were loaded in the middle of an iteration, gradients may still wait.
         self.returns.complete()
         if self.clock.microbatches is None:
