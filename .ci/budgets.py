@@ -23,14 +23,14 @@ LONGEST_COMPILED = 85
 BOXES = ("nvlink", "homes", "routes", "record")
 # Lines by area, at most: lowered with what is deleted, never raised.
 AREAS = {
-    "core": 17_641,
-    "box nvlink": 3_193,
-    "box homes": 1_488,
-    "box routes": 457,
-    "box record": 3_178,
-    "tools": 4_565,
-    "tests": 43_413,
-    "bench": 7_933,
+    "core": 15_774,
+    "box nvlink": 2_705,
+    "box homes": 1_377,
+    "box routes": 353,
+    "box record": 2_244,
+    "tools": 4_497,
+    "tests": 34_257,
+    "bench": 7_911,
 }
 
 

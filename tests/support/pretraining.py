@@ -19,7 +19,7 @@ SUPPORT = ROOT / "tests" / "support"
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 
 
-def python(*arguments: str, timeout: float = 60, cwd: Path = ROOT) -> subprocess.CompletedProcess:
+def python(*arguments: str, timeout: float = 150, cwd: Path = ROOT) -> subprocess.CompletedProcess:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, *arguments]
     return subprocess.run(
