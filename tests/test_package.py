@@ -191,7 +191,8 @@ def test_the_installed_commands(environment: Environment) -> None:
     assert (done.returncode, done.stdout) == (0, f"megatron-hecate {__version__}\n"), done.stderr
     done = environment.run("megatron-hecate", "report", "--help")
     assert done.returncode == 0 and done.stdout.startswith("usage: megatron-hecate report ")
-    done = environment.run("megatron-hecate", "check")
+    # Planner and kernels are compiled into an empty folder.
+    done = environment.run("megatron-hecate", "check", timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     core = importlib.metadata.version("megatron-core")
     assert f"megatron-core {core}: fits\n" in done.stdout

@@ -120,7 +120,10 @@ def test_fill_takes_load_per_holder_and_least_loaded_rank() -> None:
     planner = Fill(setting(4, (0,) * 4, slots=1))
     # loads 12, 4, 3, 1: expert 0 onto rank 3 (6 each), onto 2 (4 each), onto 1 (3 each); then expert 1 (4) onto rank 0
     placed = planner.place([np.array([[12, 4, 3, 1]])])
-    assert [replica[:2] for replica in placed.replicas] == [(0, 1), (0, 2), (0, 3), (1, 0)]
+    ranks, slots = np.nonzero(placed.is_replica)
+    experts = placed.table[ranks, slots]
+    replicas = sorted(zip(experts.tolist(), ranks.tolist(), strict=True))
+    assert replicas == [(0, 1), (0, 2), (0, 3), (1, 0)]
 
 
 def test_forced_balance_keeps_every_sources_tokens() -> None:

@@ -191,15 +191,14 @@ def test_slow_and_hot_ranks_are_named(tmp_path: Path) -> None:
     tokens = load.reshape(40, 2, 4, -1).sum(axis=(1, 3))
     pace = np.ones((40, 4))
     pace[20:, 3] = 1.5
-    timed_ns = (1000 * tokens * pace).astype(int)
-    held |= {"load": load, "timed_tokens": tokens[:, None], "timed_ns": timed_ns[:, None]}
+    held |= {"load": load, "timed_tokens": tokens, "timed_ns": (1000 * tokens * pace).astype(int)}
     held.pop("peak", None)
     content = _content(recorded.write(tmp_path / "run", size, held=held))
     words = " ".join(content["words"])
     assert "Rank 3 is slow: 1.50 times the other ranks' time per token" in words
     assert "Rank 0 is hot: 1.60 times the mean of tokens, at the other ranks' time" in words
     assert [rank["verdict"] for rank in content["ranks"]] == ["hot", "neither", "neither", "slow"]
-    held["timed_ns"] = 1000 * tokens[:, None]
+    held["timed_ns"] = 1000 * tokens
     words = " ".join(_content(recorded.write(tmp_path / "even", size, held=held))["words"])
     assert "No rank is slow: none needs 10%" in words
 
