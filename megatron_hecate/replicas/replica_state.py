@@ -26,7 +26,7 @@ class ReplicaState(enum.Enum):
 
 # Legal next states.
 SUCCESSORS: dict[ReplicaState, frozenset[ReplicaState]] = {
-    # A buffer may hold the weights of an earlier microbatch with the same plan.
+    # A buffer may hold the weights of an earlier microbatch with the same transfers.
     ReplicaState.EMPTY: frozenset({ReplicaState.FETCHING, ReplicaState.HELD}),
     # Another fetch: weights have changed, late replicas come, or another layer took the buffer.
     ReplicaState.FETCHING: frozenset({ReplicaState.FETCHING, ReplicaState.HELD}),
