@@ -23,7 +23,6 @@ from megatron_hecate.megatron.router_replay import has_replay
 from megatron_hecate.megatron.training_state import num_microbatches
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
-from megatron_hecate.record.expert_timer import ExpertTimer
 from megatron_hecate.record.job_sizes import job_sizes, memory_sizes
 from megatron_hecate.record.recorder import Columns, StageRecorder
 from megatron_hecate.record.run_folder import RunInfo
@@ -76,13 +75,9 @@ class LayerRecorder(StepEvents):
         )
         self._padded = _pads_experts_input(model)
         experts = [state.parts.homes_only.num_experts for state in states]
-        # `attach` converts the expert modules to be timed.
-        self.timer: ExpertTimer | None = None
         # Tokens per microbatch as routed; counted only for a record.
         self.counts: TokenCounts | None = None
         if is_recorded:
-            on_gpu = next(first.parts.layer.experts.parameters()).is_cuda
-            self.timer = ExpertTimer(clock, (len(states), world.num_ranks), self._rank, on_gpu)
             self.counts = _token_counts(experts, world.num_ranks)
         # Tokens computed on this rank by microbatch, [M, L], and forwards that were counted, [L].
         distinguished = 1 if self.counts is None else self.counts.distinguished
@@ -110,8 +105,6 @@ class LayerRecorder(StepEvents):
     def length(self) -> int:
         """Length of the measurements that `take` gets."""
         length = self._num_counts if self.measures else 0
-        if self.timer is not None:
-            length += self.timer.length
         if self.counts is not None:
             length += self.counts.size_of_ranks
         return length
@@ -142,18 +135,15 @@ class LayerRecorder(StepEvents):
 
         Returns:
             [(N * M + 1) * L]: for each rank, microbatch and layer the computed tokens, which are 0
-            except for this rank, and for each layer the tokens sent to other nodes. Then
-            `ExpertTimer.take`, where experts are timed. int64; empty without measurements.
+            except for this rank, and for each layer the tokens sent to other nodes. int64; empty
+            without measurements.
         """
         self._placed = [(state.planned, state.placement) for state in self._states]
         if not self.measures:
             return np.zeros(0, dtype=np.int64)
         computed = np.zeros((len(self._elsewhere), *self._computed.shape), dtype=np.int64)
         computed[self._rank] = self._computed
-        numbers = [computed.ravel(), self._crossing]
-        if self.timer is not None:
-            numbers.append(self.timer.take())
-        measured = np.concatenate(numbers)
+        measured = np.concatenate([computed.ravel(), self._crossing])
         self._computed[:] = 0
         self._crossing[:] = 0
         self._forwards = [0] * len(self._forwards)
@@ -213,10 +203,8 @@ class LayerRecorder(StepEvents):
             # Not counted, or rows of the experts' input include padding: the loads are the loads of
             # exact quotas for all microbatches together.
             columns["rank_load"] = np.stack(list(map(_balanced, load, placements)))
-        if self.counts is not None and self.timer is not None:
-            timed, rank_sums = np.split(measured[self._num_counts :], [self.timer.length])
-            columns |= self.timer.split(timed)
-            columns["peak"] = self.counts.fullest(rank_sums)
+        if self.counts is not None:
+            columns["peak"] = self.counts.fullest(measured[self._num_counts :])
             if not self._padded:
                 columns["computed_peak"] = computed.max(axis=0).sum(axis=0)
         return columns

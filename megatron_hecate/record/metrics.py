@@ -200,7 +200,6 @@ REDUCTIONS = {
     "hidden_share": _Reduction("fssdp/hidden_share", np.mean),
     # One value per stage, repeated for its layers.
     "cum_overload_factor": _Reduction("moe/max_cum_overload_factor", np.max, has_layers=False),
-    "slowest_rank": _Reduction("fssdp/slowest_rank", np.max, has_layers=False),
 }
 
 

@@ -38,7 +38,6 @@ from megatron_hecate.megatron.training_state import (
     num_microbatches,
 )
 from megatron_hecate.plan import CPU, H100, Speeds, World
-from megatron_hecate.record.expert_timer import ExpertTimer
 from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.job_sizes import job_sizes, stock_memory, stock_shape
 from megatron_hecate.record.recorder import Columns, StageRecorder
@@ -157,9 +156,6 @@ class Observer:
         self.clock = Clock([1] * len(layers), read_number=running_iteration)
         experts = [layer.config.num_moe_experts for layer in layers]
         self.counts = TokenCounts(experts, ranks, microbatches=num_microbatches(), device=device)
-        self._timer = ExpertTimer(
-            self.clock, (len(layers), ranks), first.ep_group.rank(), device.type == "cuda"
-        )
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
         shape = stock_shape(first)
@@ -189,8 +185,6 @@ class Observer:
         self._optimizer: weakref.ref[Optimizer] | None = None
         listen_to_steps(self)
         for index, layer in enumerate(layers):
-            for name, value in self._timer.attributes(index, layer.experts).items():
-                setattr(layer.experts, name, value)
             layer.router.observer = self
             layer.router.observed_as = index
             layer.router.__class__ = _observed(type(layer.router))
@@ -237,11 +231,7 @@ class Observer:
         self.clock.begin_before(0)
         self.clock.end_iteration()
         self.collect()
-        counts = self.counts.take()
-        timed = torch.from_numpy(self._timer.take())
-        if counts.is_cuda:
-            timed = timed.pin_memory().to(counts.device, non_blocking=True)
-        total = GroupSum(torch.cat([counts, timed]), self._group, timeout=1.0, stream=self._stream)
+        total = GroupSum(self.counts.take(), self._group, timeout=1.0, stream=self._stream)
         self._sums.append((self.clock.number, time.time(), total))
 
     def collect(self) -> bool:
@@ -253,7 +243,5 @@ class Observer:
 
     def _columns(self, end: float, sums: np.ndarray) -> Columns:
         """Split the sums of an iteration with this unix time of its ``end``."""
-        counts, timed = np.split(sums, [self.counts.size])
-        load, peak = self.counts.split(counts)
-        columns = {"time": np.array(end), "load": load, "peak": peak}
-        return columns | self._timer.split(timed)
+        load, peak = self.counts.split(sums)
+        return {"time": np.array(end), "load": load, "peak": peak}

@@ -8,7 +8,6 @@ import math
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -18,7 +17,6 @@ from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.record import training_log
 from megatron_hecate.record.job_metrics import PATIENCE, JobMetrics, Values
 from megatron_hecate.record.metrics import stage_metrics
-from megatron_hecate.record.rank_speed import FITTED, rank_speeds, slowest_pace
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
 
@@ -52,8 +50,6 @@ class StageRecorder:
         self._metrics = JobMetrics(info.layers)
         # The last message must be sent when the model is freed, before another model is built.
         weakref.finalize(self, self._metrics.put, math.inf, dict)
-        # Nanoseconds and tokens of the timed experts in the last logged iterations, [2, N] each.
-        self._timed: deque[np.ndarray] = deque(maxlen=FITTED)
         self._writer: RunWriter | None = None
         # Reason why nothing is recorded, if so.
         self.refused = ""
@@ -91,13 +87,7 @@ class StageRecorder:
 
     def _values(self, columns: Columns) -> Values:
         """Compute the metrics of an iteration by its columns."""
-        values = stage_metrics(self.info, self._experts, columns)
-        if "timed_ns" in columns:
-            self._timed.append(np.stack([columns["timed_ns"], columns["timed_tokens"]]))
-            nanoseconds, tokens = np.stack(self._timed, axis=1)
-            pace = slowest_pace(rank_speeds(1e-9 * nanoseconds, tokens, tokens))
-            values["slowest_rank"] = np.full(len(self._experts), pace)
-        return values
+        return stage_metrics(self.info, self._experts, columns)
 
     def abandon(self) -> None:
         """Write pending iterations at the end of the attempt.

@@ -10,8 +10,7 @@ are appended, one per iteration:
 | row | the columns of one iteration, see `COLUMNS`; CRC-32 of the columns |
 
 `run_writer.RunWriter` writes it. This module needs numpy alone, so that a run can be read without
-torch and Megatron. Letters in shapes: T iterations, L layers, P pipeline stages, E experts, N
-ranks, S slots.
+torch and Megatron. Letters in shapes: T iterations, L layers, E experts, N ranks, S slots.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FORMAT: bytes = b"megatron-hecate-record"
-VERSION: int = 2
+VERSION: int = 3
 # Bytes of the first line, at most.
 MOST_HEADER: int = 1 << 20
 # Iterations that are read, at most: of more, every n-th.
@@ -50,12 +49,9 @@ COLUMNS: dict[str, str] = {
     "crossing": "<u4",
     "window": "<f4",
     "copy": "<f4",
-    "timed_ns": "<i8",
-    "timed_tokens": "<u4",
 }
-# Columns with one value per iteration, and columns with one row of ranks per stage.
+# Columns with one value per iteration.
 TIMES = ("iteration", "time")
-OF_STAGE = ("timed_ns", "timed_tokens")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,9 +129,6 @@ class RunRecord:
             seconds; NaN before the first measurement.
         copy: measured time of one copy of weights, [T, L] seconds; NaN before the first
             measurement.
-        timed_ns: measured time of the timed forwards of each rank's experts, [T, P, N] int64
-            nanoseconds; ``None`` if not measured.
-        timed_tokens: tokens computed in that time, [T, P, N] int64.
         home: rank of each expert's home, [T, L, E] int64; ``None`` if experts stay at their
             original homes.
     """
@@ -154,8 +147,6 @@ class RunRecord:
     crossing: np.ndarray | None = None
     window: np.ndarray | None = None
     copy: np.ndarray | None = None
-    timed_ns: np.ndarray | None = None
-    timed_tokens: np.ndarray | None = None
 
 
 class _Stage(NamedTuple):
@@ -200,11 +191,6 @@ def read(folder: str | Path) -> RunRecord:
     if jobs and not records:
         raise ValueError(f"{folder} holds no iteration yet that all of its stages have recorded")
     if not records:
-        if any(folder.glob("run-*.json")):
-            raise ValueError(
-                f"{folder} holds a record of version 1, this package reads {VERSION}; read it with "
-                "the release that wrote it, or record again"
-            )
         flag = f"--moe-fssdp-record {shlex.quote(str(folder))}"
         raise ValueError(f"{folder} holds no record of a run; write one with {flag}")
     return functools.reduce(_continued, reversed(records))
@@ -257,10 +243,7 @@ def _read_job(paths: Sequence[Path]) -> RunRecord | None:
         if name in ("load", "home"):
             widths = [((0, 0), (0, 0), (0, experts - part.shape[2])) for part in parts]
             parts = [np.pad(part, width) for part, width in zip(parts, widths, strict=True)]
-        if name in OF_STAGE:
-            array = np.stack(parts, axis=1)
-        else:
-            array = np.concatenate(parts, axis=1)[:, order]
+        array = np.concatenate(parts, axis=1)[:, order]
         arrays[name] = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
     return RunRecord(
         info=dataclasses.replace(
@@ -306,7 +289,10 @@ def _parse_header(line: bytes) -> tuple[RunInfo, np.dtype]:
         raise ValueError("it does not begin as a record")
     _, version, crc, text = line.strip().split(b" ", 3)
     if version != b"%d" % VERSION:
-        raise ValueError(f"version {version.decode()}, this package reads {VERSION}")
+        raise ValueError(
+            f"version {version.decode()}, this package reads {VERSION}; read it with the release "
+            "that wrote it, or record again"
+        )
     if int(crc, 16) != zlib.crc32(text):
         raise ValueError("its first line is damaged")
     values = json.loads(text)

@@ -87,12 +87,6 @@ class TokenCounts:
         self._rank_shape = (distinguished, num_layers, ranks)
 
     @property
-    def size(self) -> int:
-        """Length of the result of `take`."""
-        num_layers, num_experts = self._homes.shape[1:]
-        return num_layers * num_experts + self.size_of_ranks
-
-    @property
     def size_of_ranks(self) -> int:
         """Length of the tokens of home ranks in the result of `take`, M * L * N."""
         return math.prod(self._rank_shape)

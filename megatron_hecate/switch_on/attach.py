@@ -139,10 +139,6 @@ def _attach_layer(
         __class__=_subclass(FSSDPExperts, type(experts)),
     )
 
-    timer = prefetcher.monitor.recorder.timer
-    if timer is not None:
-        _assign(undo, experts, **timer.attributes(state.index, experts))
-
     def loaded(*_: Any) -> None:
         clock.end_iteration("weights were loaded")
 

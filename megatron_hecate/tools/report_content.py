@@ -197,27 +197,10 @@ def page_content(report: Report, baseline: Report | None = None) -> dict[str, An
             "replicas": _mean_replicas(record.replica, hottest),
         },
         "layers": rows,
-        "ranks": _ranks(run),
         "reasons": reasons(run, {row[-1] for row in rows}),
         "worst": sorted(range(layers), key=lambda at: -rows[at][7])[:WORST],
         "compared": None if baseline is None else _compared(report, baseline),
     }
-
-
-def _ranks(run: Run) -> list[dict[str, Any]]:
-    """Return the verdict about every rank, slow or hot; empty if experts were not timed."""
-    return [
-        {
-            "stage": stage,
-            "rank": speed.rank,
-            # JSON has no NaN.
-            "pace": None if np.isnan(speed.pace) else round(speed.pace, 3),
-            "load": None if np.isnan(speed.load) else round(speed.load, 3),
-            "verdict": speed.verdict,
-        }
-        for stage, speeds in run.rank_speeds.items()
-        for speed in speeds
-    ]
 
 
 def _notes(report: Report) -> list[str]:

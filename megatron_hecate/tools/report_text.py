@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from megatron_hecate.plan.replicas import BALANCED
-from megatron_hecate.record.rank_speed import MARGIN
 from megatron_hecate.tools.comparison import Comparison
 from megatron_hecate.tools.recommendation import expert_range, flags_of, share_range
 from megatron_hecate.tools.replay import Outcome
 from megatron_hecate.tools.run import Run
 from megatron_hecate.tools.step_model import EXPERT_COMPUTE, PARTS, Prediction
 
-# Slow or hot ranks of a stage that the page names.
-RANKS: int = 8
 # Obstacle of records without sizes or speeds.
 NO_SIZES = "the record holds no sizes or no speeds"
 # Flags of `what_if` that change the layout.
@@ -187,25 +182,6 @@ def sentences(run: Run, mean: Mapping[str, float]) -> list[str]:
         texts.append("Loads of the fullest rank are those of each microbatch.")
     if not run.observed:
         texts.append(_copies_text(run))
-    return texts + _speed_texts(run)
-
-
-def _speed_texts(run: Run) -> list[str]:
-    """Name slow ranks, and hot ranks where FSSDP was off; empty if experts were not timed."""
-    texts: list[str] = []
-    for stage, speeds in run.rank_speeds.items():
-        stage_text = f" of stage {stage}" if len(run.rank_speeds) > 1 else ""
-        notable = [speed for speed in speeds if speed.is_slow or (speed.is_hot and run.observed)]
-        notable.sort(key=lambda speed: (not speed.is_slow, -speed.pace))
-        for speed in notable[:RANKS]:
-            text = speed.describe(f"rank {speed.rank}{stage_text}")
-            texts.append(f"{text[0].upper()}{text[1:]}.")
-    all_speeds = itertools.chain.from_iterable(run.rank_speeds.values())
-    timed = [speed for speed in all_speeds if not math.isnan(speed.pace)]
-    if timed and not any(speed.is_slow for speed in timed):
-        texts.append(
-            f"No rank is slow: none needs {MARGIN:.0%} more time per token than the others."
-        )
     return texts
 
 

@@ -17,7 +17,6 @@ import numpy as np
 from megatron_hecate.files import describe, read_file
 from megatron_hecate.plan import Link, Speeds
 from megatron_hecate.record.prices import PricedRecord
-from megatron_hecate.record.rank_speed import RankSpeed, rank_speeds
 from megatron_hecate.record.run_folder import RunInfo, RunRecord, read
 from megatron_hecate.tools.presets import Cluster, Model
 
@@ -132,21 +131,6 @@ class Run(PricedRecord):
         beyond = np.maximum(self.record.peak - self.before.max(axis=2), 0)
         mean = self.before.mean(axis=2)
         return np.divide(beyond, mean, out=np.zeros_like(mean), where=mean > 0)
-
-    @cached_property
-    def rank_speeds(self) -> dict[int, list[RankSpeed]]:
-        """Slow and hot ranks by pipeline stage; empty if the experts were not timed."""
-        record = self.record
-        if record.timed_ns is None or record.timed_tokens is None:
-            return {}
-        speeds: dict[int, list[RankSpeed]] = {}
-        for stage in range(record.timed_ns.shape[1]):
-            speeds[stage] = rank_speeds(
-                1e-9 * record.timed_ns[:, stage],
-                record.timed_tokens[:, stage],
-                self.after[:, self.stage == stage].sum(axis=1),
-            )
-        return speeds
 
     @cached_property
     def stage(self) -> np.ndarray:

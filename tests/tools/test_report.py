@@ -182,27 +182,6 @@ def test_only_observed_and_without_sizes(tmp_path: Path, capsys: pytest.CaptureF
     assert "times are not known" in content["verdict"]["text"]
 
 
-def test_slow_and_hot_ranks_are_named(tmp_path: Path) -> None:
-    """Oracle: times and tokens as written."""
-    size = recorded.Size(num=40, layers=2, ranks=4)
-    held = recorded.arrays(size, fssdp=False)
-    load = np.full_like(held["load"], 100)
-    load[:, :, : load.shape[2] // 4] = 200  # the experts of rank 0
-    tokens = load.reshape(40, 2, 4, -1).sum(axis=(1, 3))
-    pace = np.ones((40, 4))
-    pace[20:, 3] = 1.5
-    held |= {"load": load, "timed_tokens": tokens, "timed_ns": (1000 * tokens * pace).astype(int)}
-    held.pop("peak", None)
-    content = _content(recorded.write(tmp_path / "run", size, held=held))
-    words = " ".join(content["words"])
-    assert "Rank 3 is slow: 1.50 times the other ranks' time per token" in words
-    assert "Rank 0 is hot: 1.60 times the mean of tokens, at the other ranks' time" in words
-    assert [rank["verdict"] for rank in content["ranks"]] == ["hot", "neither", "neither", "slow"]
-    held["timed_ns"] = 1000 * tokens
-    words = " ".join(_content(recorded.write(tmp_path / "even", size, held=held))["words"])
-    assert "No rank is slow: none needs 10%" in words
-
-
 @pytest.mark.parametrize("fssdp", [True, False])
 @pytest.mark.parametrize(
     "size",
