@@ -40,12 +40,10 @@ from megatron_hecate.config import HecateConfig
 
 if TYPE_CHECKING:
     from megatron_hecate.record.metrics import layer_metrics
-    from megatron_hecate.routes.known_routes import expect_routes
 
 __version__ = "0.1.0"
 __all__ = [
     "HecateConfig",
-    "expect_routes",
     "fssdp",
     "iteration_begins",
     "layer_metrics",
@@ -54,7 +52,7 @@ __all__ = [
     "weights_changed",
 ]
 # public names of boxes, which are imported on first use
-_BOX_OF = {"expect_routes": "routes.known_routes", "layer_metrics": "record.metrics"}
+_BOX_OF = {"layer_metrics": "record.metrics"}
 
 
 def __getattr__(name: str) -> Any:

@@ -22,11 +22,6 @@ from torch.nn import Module
 from megatron_hecate.megatron.frameworks import REPLAY_ASSUMPTIONS
 
 
-def has_replay(layer: Module) -> bool:
-    """Return whether the router of a MoE layer may replay routes."""
-    return any(_replay(layer, name) is not None for name in REPLAY_ASSUMPTIONS)
-
-
 def replays(layer: Module) -> bool:
     """Return whether the layer's next forward replays routes."""
     return _listed(layer) is not None or _single(layer) is not None
@@ -40,7 +35,7 @@ def may_replay(routers: Iterable[Module]) -> bool:
     )
 
 
-def next_routes(layer: Module, limit: int) -> list[tuple[Tensor, Tensor | None]]:
+def next_routes(layer: Module, limit: int) -> list[Tensor]:
     """List the routes of the next forwards of a layer; empty where the next one does not replay.
 
     Megatron's router holds the routes of one forward, slime's and miles' those of a whole rollout.
@@ -50,28 +45,30 @@ def next_routes(layer: Module, limit: int) -> list[tuple[Tensor, Tensor | None]]
         limit: upper bound on forwards.
 
     Returns:
-        For each forward, in order: experts of each token, [T, k], below 0 where the router chooses;
-        and, if any, a mask [T] that is False there (verl).
+        For each forward, in order: experts of each token, [T, k], below 0 where the router chooses.
     """
     if (replay := _listed(layer)) is not None:
         next_indices = replay.top_indices_list[replay.forward_index : replay.forward_index + limit]
         # An entry may also be an object that makes its tensor when the router asks for it.
-        return [(routes, None) for routes in takewhile(_is_tensor, next_indices)]
+        listed = takewhile(lambda routes: isinstance(routes, Tensor), next_indices)
+        if _manager(replay) is None:
+            return list(listed)
+        return [_with_padding(routes, layer.config.num_moe_experts) for routes in listed]
     replay = _single(layer)
     if replay is None or replay.target_topk_idx is None:
         return []
-    return [(replay.target_topk_idx, getattr(replay, "target_replay_mask", None))]
+    routes = replay.target_topk_idx
+    # verl's mask [T] is False where the router chooses.
+    is_replayed = getattr(replay, "target_replay_mask", None)
+    if is_replayed is not None:
+        is_chosen = ~is_replayed.to(routes.device, torch.bool)
+        routes = routes.long().masked_fill(is_chosen.unsqueeze(1), -1)
+    return [routes]
 
 
-def as_routed(layer: Module, routes: Tensor) -> Tensor:
-    """Return routes, [t, k], with those that a router makes of padding.
-
-    miles marks padding by -1, and routes it to the first k experts.
-    """
-    if _manager(_replay(layer, "routing_replay")) is None:
-        return routes
-    k = routes.shape[1]
-    first = torch.arange(k, dtype=routes.dtype, device=routes.device) % layer.config.num_moe_experts
+def _with_padding(routes: Tensor, experts: int) -> Tensor:
+    """Return miles' routes, [T, k], with padding, marked by -1, routed to the first k experts."""
+    first = torch.arange(routes.shape[1], dtype=routes.dtype, device=routes.device) % experts
     return torch.where((routes == -1).all(dim=1, keepdim=True), first, routes)
 
 
@@ -100,10 +97,6 @@ def _manager(replay: Any) -> Any:
     """Return miles' object with the stage of all routers; ``None`` in slime."""
     module = sys.modules.get(type(replay).__module__)
     return getattr(module, "routing_replay_manager", None)
-
-
-def _is_tensor(routes: Any) -> bool:
-    return isinstance(routes, Tensor)
 
 
 def _replay(layer: Module, name: str) -> Any:

@@ -19,7 +19,6 @@ from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.forward_pass import ForwardPass
-from megatron_hecate.megatron.router_replay import has_replay
 from megatron_hecate.megatron.training_state import num_microbatches
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
@@ -58,11 +57,9 @@ class LayerRecorder(StepEvents):
         first = states[0]
         world = first.world
         model = first.parts.layer.config
-        is_recorded = first.config.record is not None
-        # Measure the tokens that ranks compute and send: for a record, and where microbatches have
-        # plans of their own. Equal on all ranks, since values are summed.
-        plans_often = has_replay(first.parts.layer) and not first.keeps_replicas
-        self.measures = is_recorded or plans_often
+        # Measure the tokens that ranks compute and send: only for a record. Equal on all ranks,
+        # since values are summed.
+        self.measures = first.config.record is not None
         self._rank = first.group.rank()
         # Expert-tensor-parallel ranks compute, and therefore count, the same tokens.
         self._per_rank = first.rerouter.sources.size() // world.num_ranks
@@ -77,7 +74,7 @@ class LayerRecorder(StepEvents):
         experts = [state.parts.homes_only.num_experts for state in states]
         # Tokens per microbatch as routed; counted only for a record.
         self.counts: TokenCounts | None = None
-        if is_recorded:
+        if self.measures:
             self.counts = _token_counts(experts, world.num_ranks)
         # Tokens computed on this rank by microbatch, [M, L], and forwards that were counted, [L].
         distinguished = 1 if self.counts is None else self.counts.distinguished
@@ -91,7 +88,7 @@ class LayerRecorder(StepEvents):
         self._number = 0
         self.stage = StageRecorder(
             _describe_stage(states),
-            folder if is_recorded else None,
+            folder if self.measures else None,
             group=first.rerouter.sources,
             experts=experts,
             collect=collect,

@@ -29,8 +29,8 @@ class RoutesForecast(Protocol):
 
     are_known: list[bool]
 
-    def begin_iteration(self, forecast: np.ndarray | None) -> np.ndarray | None:
-        """Replace the forecast of a new iteration, [L, E], where loads are known."""
+    def begin_iteration(self) -> None:
+        """Forget the loads of the iteration before."""
 
     def begin_microbatch(self, index: int, iteration: int, microbatches: int | None) -> None:
         """Count what is known of the next microbatch, where layer ``index`` begins a chunk."""

@@ -75,7 +75,7 @@ class Prefetcher(Uncopied, StepEvents):
                 self._ahead.append(chunk_states[place:last])
         # Expected tokens of the running iteration, [L, E].
         self.forecast: np.ndarray | None = None
-        self.routes = routes
+        self._routes = routes
         self.meter = OverlapMeter()
         self._trained = TrainedExperts(states)
         for state in states:
@@ -99,7 +99,7 @@ class Prefetcher(Uncopied, StepEvents):
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
         self.buffers = ModelBuffers(states)
-        self._planner = LayerPlanner(states, clock=self.clock, routes=self.routes, meter=self.meter)
+        self._planner = LayerPlanner(states, clock=self.clock, routes=routes, meter=self.meter)
         self.late = LateReplicas(self._fetch, self._planner, self.clock)
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
         self.find_conflicts: Callable[[], list[str]] | None = list
@@ -330,7 +330,8 @@ class Prefetcher(Uncopied, StepEvents):
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()
-        self.forecast = self.routes.begin_iteration(self.monitor.history.forecast())
+        self.forecast = self.monitor.history.forecast()
+        self._routes.begin_iteration()
         if self.rehoming is not None:
             self.rehoming.iteration_begins(iteration)
         self._trained.begin_iteration(self.monitor.num_frozen)

@@ -141,6 +141,6 @@ def test_own_lists_of_slime_and_miles(
     for forward in range(3):
         router.routing_replay.record(torch.full((4, 2), forward).int())
     router.routing_replay.forward_index = 1
-    config = types.SimpleNamespace(moe_router_fusion=False)
+    config = types.SimpleNamespace(moe_router_fusion=False, num_moe_experts=8)
     layer = types.SimpleNamespace(router=router, config=config)
-    assert [int(routes[0, 0]) for routes, _ in next_routes(layer, 9)] == [1, 2]
+    assert [int(routes[0, 0]) for routes in next_routes(layer, 9)] == [1, 2]

@@ -6,6 +6,7 @@ in Python from the routes of all ranks.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -176,3 +177,35 @@ def test_a_token_that_names_an_expert_twice_is_routed_to_it_once() -> None:
     RouterReplay.set_target_indices = set_padded
     found = _compare_with_stock()
     assert_counted(found, ~padded, padded=padded)
+
+
+@pytest.mark.newest
+@ranks(2)
+def test_when_a_layer_has_been_planned_only_the_router_holds_its_routes() -> None:
+    """The router is made to forget them while the plan of its layer is made."""
+    import tiny_gpt
+
+    from megatron_hecate.step.early_plans import EarlyPlans
+
+    case = tiny_gpt.initialized(accumulate=2, settings=(REPLAY,))
+    replay(case.accumulate)
+    run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(lifetime="layer", slots=2))
+    # a local variable of the loop holds the routes of the last layer
+    router = tiny_gpt.moe_layers(run.chunks)[0].router.router_replay
+    plan, alive = EarlyPlans.plan, []
+
+    def planned(early: EarlyPlans, index: int, inputs: Any) -> Any:
+        result = plan(early, index, inputs)
+        if index == 0:
+            routes, earlier = router.target_topk_idx, router.replay_backward_list[:-1]
+            copied, seen = routes.clone(), weakref.ref(routes)
+            router.clear_indices()
+            del routes
+            alive.append(seen())
+            router.replay_backward_list = earlier
+            router.set_target_indices(copied)
+        return result
+
+    EarlyPlans.plan = planned
+    run.step(0)
+    assert alive == [None] * case.accumulate

@@ -239,7 +239,7 @@ def test_ranks_that_know_different_numbers_of_microbatches_plan_alike() -> None:
 @pytest.mark.fast
 def test_what_is_read_off_the_list() -> None:
     """Literal entries: the next ones, up to the number asked for, the end, or one that is no tensor yet."""
-    from megatron_hecate.megatron.router_replay import has_replay, next_routes, replays
+    from megatron_hecate.megatron.router_replay import next_routes, replays
 
     replay = RoutingReplay()
     layer = types.SimpleNamespace(
@@ -254,13 +254,12 @@ def test_what_is_read_off_the_list() -> None:
     def numbers(most: int) -> list[int]:
         return [
             next(i for i, entry in enumerate(entries) if entry is routes)
-            for routes, mask in next_routes(layer, most)
-            if mask is None
+            for routes in next_routes(layer, most)
         ]
 
     on = dict(ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="replay_forward")
     with mock.patch.dict(os.environ, on):
-        assert has_replay(layer) and replays(layer)
+        assert replays(layer)
         assert numbers(2) == [1, 2] and numbers(9) == [1, 2, 3]
         replay.top_indices_list[2] = Lazy(entries[2])
         assert numbers(2) == [1]
@@ -274,4 +273,4 @@ def test_what_is_read_off_the_list() -> None:
             assert not replays(layer)
     del replay.top_indices_list
     with mock.patch.dict(os.environ, on):
-        assert not has_replay(layer) and not replays(layer)
+        assert not replays(layer)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -73,16 +72,12 @@ def note_forecasts(found: list[np.ndarray]) -> None:
     EarlyPlans.plan = noted
 
 
-def train_steps(
-    case: Any, steps: int, *, before: Callable[[list, int], None] | None = None, **settings: Any
-) -> Any:
+def train_steps(case: Any, steps: int, **settings: Any) -> Any:
     """Train step by step; the first step as all others."""
     import tiny_gpt
 
     run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(**settings) if settings else None)
     for step in range(steps):
-        if before is not None:
-            before(run.chunks, step)
         run.step(step)
     if case.overlap and case.distributed_optimizer:
         for chunk in run.chunks:
