@@ -122,6 +122,38 @@ def test_listeners_of_an_abandoned_attempt_hear_nothing() -> None:
     assert len(old.seen) == 1
 
 
+class _Plain(torch.optim.SGD):
+    """A ``step`` that calls none of torch's, as apex's and TransformerEngine's fused optimizers have."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None: ...
+
+
+class _Inheriting(_Plain):
+    """No ``step`` of its own."""
+
+
+class _Calling(_Plain):
+    """A ``step`` that calls its parent's."""
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [_Plain, _Inheriting, _Calling])
+@pytest.mark.parametrize("is_first", [True, False], ids=["made-before", "made-after"])
+def test_steps_of_all_kinds_of_optimizers_are_heard(kind: type, is_first: bool) -> None:
+    make = lambda: kind([torch.nn.Parameter(torch.ones(1))], lr=0.1)  # noqa: E731
+    optimizer = make() if is_first else None
+    listener = _Listener()
+    listen_to_steps(listener)
+    optimizer = optimizer or make()
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)  # wraps the object's step
+    listener.seen.clear()
+    optimizer.step()
+    assert set(listener.seen) == {optimizer}
+
+
 def test_listeners_may_be_collected_while_torch_calls_them() -> None:
     """Oracle: `OrderedDict mutated during iteration`, which a hook of its own for each would give here."""
     listeners = [_Listener() for _ in range(3)]

@@ -1,8 +1,9 @@
-"""How loads are counted and summed over the group, their history and its forecast. Oracle: literal numbers."""
+"""The forecast of loads, and a sum that outlives its group. Oracle: literal numbers.
+
+`test_observe` holds recorded loads to those that routers choose.
+"""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -46,45 +47,6 @@ def test_a_forecast_is_never_negative_nor_without_tokens() -> None:
     assert history.forecast().tolist() == [[0.0, 0.0]]
     history.append(np.array([[30, 10]]))
     assert np.isfinite(history.forecast()).all() and history.forecast().sum() == pytest.approx(40)
-
-
-@ranks(3)
-def test_counts_are_summed_over_the_group() -> None:
-    rank = dist.get_rank()
-    monitor = LoadMonitor((2, 4), dist.group.WORLD, timeout=30)
-    monitor.finish_reduce()  # nothing counted: no message
-    assert monitor.history.forecast() is None
-    for _ in range(2):
-        monitor.count(1, torch.tensor([0, 0, rank + 1, 0], dtype=torch.int32))
-    monitor.count(0, torch.ones(3, dtype=torch.int32))  # a layer with fewer experts
-    monitor.start_reduce()
-    monitor.start_reduce()  # once per iteration
-    monitor.finish_reduce()
-    assert monitor.history.last.tolist() == [[3, 3, 3, 0], [0, 0, 2 * (1 + 2 + 3), 0]]
-    monitor.finish_reduce()
-    assert monitor.history.last.tolist() == [[3, 3, 3, 0], [0, 0, 12, 0]]
-
-
-@ranks(2)
-def test_what_ranks_measure_travels_with_the_loads() -> None:
-    """Also of an iteration that no reduction ended. Literal numbers."""
-    taken: list[tuple[list, list]] = []
-    recorder = SimpleNamespace(
-        measures=True,
-        counts=None,
-        length=1,
-        measured=lambda: np.array([10 + dist.get_rank()]),
-        take=lambda load, measured: taken.append((load.tolist(), measured.tolist())),
-    )
-    monitor = LoadMonitor((1, 2), dist.group.WORLD, timeout=30)
-    monitor.recorder = recorder
-    monitor.count(0, torch.tensor([1, 2]))
-    monitor.finish_reduce()  # the next iteration begins
-    assert taken == [([[2, 4]], [21])]
-    for _ in range(2):  # of two microbatches
-        monitor.count(0, torch.tensor([0, 3]))
-    monitor.finish_reduce()
-    assert taken[1:] == [([[0, 12]], [21])]
 
 
 @ranks(2)
