@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,6 +16,7 @@ from torch.nn import Parameter
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
 from megatron_hecate.plan import Placement
+from megatron_hecate.replicas import buffers
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
@@ -50,8 +49,7 @@ class _Experts:
 class _Events:
     """Backwards as those of one iteration: gradients return where ``is_last``; dropped replicas are fetched again."""
 
-    def __init__(self, *, is_last: bool = False) -> None:
-        self.is_last = is_last
+    is_last = False
 
     def backward_begins(self, replicas: Replicas) -> None:
         replicas.start()
@@ -93,29 +91,17 @@ def test_parameters_that_cannot_be_one_chunk() -> None:
         start(trained, half)
 
 
-@ranks(2)
-def test_memory_of_an_aborted_iteration_is_freed() -> None:
-    """Gradients of its first microbatch wait in the buffers when the job's attempt ends. Oracle: the life of the memory."""
-    homes = [Parameter(torch.ones(4, 4))]
-    (slots,) = _slots([homes], "iteration")
-    memory = np.zeros(
-        sum(len(b._memory) for b in (*slots.pool._weights, *slots.pool._grads)), np.uint8
-    )
-    freed = weakref.ref(memory)
-    for buffer in (*slots.pool._weights, *slots.pool._grads):
-        part, memory_left = memory[: len(buffer._memory)], memory[len(buffer._memory) :]
-        buffer._memory = torch.from_numpy(part)
-        memory = memory_left
-    del part, memory_left, memory, buffer
-    placement = Placement.initial(2, 2, num_slots=1).with_replicas([(0, 1), (1, 0)])
-    plan = TransferPlan.from_placement(placement, dist.get_rank())
-    replicas = Replicas(slots, placement, plan, events=_Events())
-    x, (home, replica) = replicas.join(torch.ones(3, 4))
-    replicas.computed_by(x @ home @ replica).sum().backward()
-    assert replicas.is_accumulating
-    del x, home, replica
-    slots.pool.release()
-    assert freed() is None
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_development_mode_poisons_what_is_dropped(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True)))
+    buffer = buffers.Buffer(torch.zeros(1024, dtype=torch.uint8))
+    chunks = buffer.chunks(LayerBuffer(slots=2, elements=100, dtype=dtype, homes=3), dtype)
+    assert len(chunks) == 2 and not any(chunk.isnan().any() for chunk in chunks)
+    buffer.hold("somebody")
+    assert all(chunk.isnan().all() for chunk in chunks)
 
 
 @pytest.mark.parametrize("lifetime", LIFETIMES)
@@ -166,29 +152,3 @@ def test_layers_of_different_size_share_buffers(lifetime: str) -> None:
         x.sum().backward()
     for layer, home in enumerate(homes):
         assert torch.equal(home.grad, full[layer][rank].grad)
-
-
-@ranks(2)
-def test_a_late_plan_may_take_a_replica_and_give_none() -> None:
-    """Rank 0's replica is replaced, rank 1's goes; gradients still return to the homes."""
-    rank = dist.get_rank()
-    weights = [Parameter(torch.full((3,), float(e))) for e in (2 * rank, 2 * rank + 1)]
-    (slots,) = _slots([weights], "iteration")
-    homes = Placement.initial(4, 2, num_slots=1)
-    planned = homes.with_replicas([(2, 0), (0, 1)])
-    transfers = TransferPlan.from_placement(planned, rank)
-    replicas = Replicas(slots, planned, transfers, events=_Events(is_last=True))
-    replicas.start()
-    replicas.wait()
-    (fetched,) = replicas.buffer.chunks(slots.sizes, torch.float32)
-    assert fetched.tolist() == [2.0 if rank == 0 else 0.0] * 3
-    late = homes.with_replicas([(3, 0)])
-    replicas.add_late(late, TransferPlan.from_placement(late, rank))
-    one, physical = replicas.join(torch.ones(()))
-    assert len(physical) == 3
-    if rank == 0:
-        assert physical[2].tolist() == [3.0] * 3
-    output = one * sum(w.sum() * (1 if k < 2 or rank == 0 else 0) for k, w in enumerate(physical))
-    replicas.computed_by(output).backward()
-    gradients = [1.0, 2.0] if rank == 1 else [1.0, 1.0]  # expert 3 was computed with on both ranks
-    assert [w.grad.tolist() for w in weights] == [[g] * 3 for g in gradients]

@@ -208,32 +208,10 @@ def test_beyond_the_estimate_are_one_layers_gradients() -> None:
         assert lifetime is None or run.replicas > 0
 
 
-# to come with the homes: 48 of gradients, 144 of optimizer; replicas 68, 52, 44 MiB; gradients at least 24
-FREE = {
-    "iteration": 48 + 144 + 16 + 32 + 20,
-    "layer": 48 + 144 + 8 + 16 + 20,
-}
-
-
 def _job(*free: int, **fields: Any) -> JobMemory:
     """Ranks with so many MiB free."""
     by_lifetime = {lifetime: _estimate(lifetime, **fields) for lifetime in LIFETIMES}
     return JobMemory({rank: RankMemory(by_lifetime, mib * MIB) for rank, mib in enumerate(free)})
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("lifetime", LIFETIMES)
-def test_auto_takes_the_first_that_fits_on_every_rank(lifetime: str) -> None:
-    enough = FREE[lifetime]
-    assert _job(enough).choose_lifetime("auto") == lifetime
-    assert _job(10**6, enough, 10**6).choose_lifetime("auto") == lifetime, (
-        "the rank with least decides"
-    )
-    assert JobMemory({}).choose_lifetime("auto") == "iteration"
-    less = {"iteration": "layer", "layer": "layer"}
-    assert _job(enough - 1).choose_lifetime("auto") == less[lifetime]
-    for asked in LIFETIMES:
-        assert _job(enough - 1).choose_lifetime(asked) == asked
 
 
 @pytest.mark.fast
@@ -271,7 +249,8 @@ def test_the_table() -> None:
     row = "> layer                 8.0 MiB    16.0 MiB    20.0 MiB   260.0 MiB (+20.4%)"
     assert tables[2] == row and len(tables) == 10
     assert tables[5].startswith("expert memory of rank 3: homes 72.0 MiB")
-    tight = _job(FREE["layer"] - 1).describe("layer")
+    # to come with the homes: 48 of gradients, 144 of optimizer; replicas 44 MiB
+    tight = _job(48 + 144 + 44 - 1).describe("layer")
     assert "  236.0 MiB of this are not allocated yet, more than is free" in tight
 
 
@@ -326,11 +305,6 @@ def test_switching_on_with_little_memory() -> None:
         assert run.replicas > 0
         hook(asked)(run.chunks)  # the same again changes nothing
         hook(chosen)(run.chunks)
-        other = "layer" if chosen == "iteration" else "iteration"
-        with pytest.raises(
-            ValueError, match=f"runs FSSDP already, with .*{chosen}.* asked for .*{other}"
-        ):
-            hook(other)(run.chunks)
 
     before = snapshot(chunks)
     free(10**12, homes + replicas["iteration"] - 1)
