@@ -37,10 +37,14 @@ for _ in range(4):
 time.sleep(0.05)
 """
 BACKGROUND = """
+import os
 stopping = lambda: threading.current_thread().stopping.is_set()
 for _ in range(4):
     BackgroundThread("busy", free_tensors).start()
 time.sleep(0.05)
+if (pid := os.fork()) == 0:  # a child that ends as Python ends, without the threads
+    sys.exit(0)
+assert os.waitpid(pid, 0)[1] == 0
 """
 
 

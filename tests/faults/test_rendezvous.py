@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,20 +53,24 @@ def _halves(told: list[Any]) -> Verdict:
 
 
 def _ask(
-    server: dist.TCPStore,
+    stores: dist.TCPStore | Callable[[], dist.Store],
     number: int,
     *,
     after: dict[int, float],
     timeout: float = 20.0,
     judge: Callable[[list[Any]], Verdict] = _halves,
 ) -> dict[int, Any]:
-    """Every rank in ``after`` asks, so many seconds after the first; the verdict, or the error, of each."""
+    """Every rank in ``after`` asks, so many seconds after the first; the verdict, or the error, of each.
+
+    ``stores`` is the server, or makes the store of a rank.
+    """
     heard: dict[int, Any] = {}
 
     def run(rank: int) -> None:
         time.sleep(after[rank])
         try:
-            question = Question(_client(server), rank, len(RANKS), number, timeout)
+            store = stores() if callable(stores) else _client(stores)
+            question = Question(store, rank, len(RANKS), number, timeout)
             heard[rank] = question.ask(10**rank, judge, groups=["low" if rank < 3 else "high"])
         except Exception as error:
             heard[rank] = error
@@ -107,6 +111,18 @@ def test_every_rank_hears_the_verdict_and_its_groups_part(store: dist.TCPStore) 
     assert set(map(repr, silent.values())) == {"Verdict(job='no', groups={})"}, (
         "parts of earlier verdicts are over"
     )
+
+
+@pytest.mark.fast
+def test_each_operation_is_of_a_kind_that_every_store_has(tmp_path: Path) -> None:
+    """Jobs may meet over a file."""
+
+    def store() -> dist.Store:
+        return dist.PrefixStore("job", dist.FileStore(str(tmp_path / "store"), len(RANKS)))
+
+    for number in (1, 2):
+        for verdict in _ask(store, number, after=dict.fromkeys(RANKS, 0.0)).values():
+            assert verdict.job == {"sum": 111111}
 
 
 @pytest.mark.fast
@@ -173,27 +189,6 @@ def test_a_store_that_is_gone_is_an_error() -> None:
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("broken", ["raises", "says what JSON cannot hold"])
-def test_an_exception_on_rank_0_reaches_all(store: dist.TCPStore, broken: str) -> None:
-    def judge(told: list[Any]) -> Verdict:
-        return Verdict(object()) if broken != "raises" else Verdict(told[99])
-
-    for rank, error in _ask(store, 1, after=dict.fromkeys(RANKS, 0.0), judge=judge).items():
-        said = (
-            "IndexError: list index out of range"
-            if broken == "raises"
-            else "TypeError: Object of type object is"
-        )
-        assert isinstance(error, RuntimeError), rank
-        assert str(error).startswith(
-            f"FSSDP: rank 0 failed while it evaluated the messages of all ranks: {said}"
-        )
-    assert _ask(store, 2, after=dict.fromkeys(RANKS, 0.0))[5].job == {"sum": 111111}, (
-        "and it can be asked again"
-    )
-
-
-@pytest.mark.fast
 def test_of_many_missing_ranks_the_first_are_named(store: dist.TCPStore) -> None:
     """More than a block of notes; one comes late."""
     size, present = 700, [0, *range(1, 256), 300, 699]
@@ -214,9 +209,7 @@ def test_of_many_missing_ranks_the_first_are_named(store: dist.TCPStore) -> None
 
 
 @pytest.mark.parametrize("size", [1024, pytest.param(16384, marks=pytest.mark.slow)])
-def test_a_large_job_switches_on(
-    store: dist.TCPStore, size: int, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_large_job_switches_on(store: dist.TCPStore, size: int) -> None:
     """What the hook tells and hears, of every simulated rank, by the package's own judges: few operations per rank, and
     what a rank reads does not grow with the job. Oracle: the simulated machines, 8 ranks on each, EP 64."""
     from megatron_hecate import HecateConfig
@@ -268,19 +261,11 @@ def test_a_large_job_switches_on(
             verdicts[number, question.rank] = question.await_decision(groups_of(question.rank))
         thread.join()
         keys.append(store.num_keys())
-    seconds = time.monotonic() - start
-
     for rank in (1, size // 2, size - 1):
         part = verdicts[1, rank].groups[names[rank // of_group]]
-        said = {
-            "name": "p2p",
-            "why": "",
-            "against": [],
-            "go on": True,
-            "across": True,
-            "one queue": False,
-        }
-        assert verdicts[1, rank].job == said
+        transport = {"name": "p2p", "why": "", "against": []}
+        rest = {"go on": True, "across": True, "one queue": False}
+        assert verdicts[1, rank].job == transport | rest
         assert part["nodes"] == [i // 8 for i in range(of_group)]
         assert verdicts[2, rank].job == [f"rank {size - 1} has slots=3, rank 0 has slots=2"]
     assert max(len(module._pack(verdict.job)) for verdict in verdicts.values()) < 200
@@ -288,39 +273,7 @@ def test_a_large_job_switches_on(
     assert len(module._pack(dataclasses.asdict(note(1)))) < 1500
     assert keys[0] == keys[1]
     per_rank, total = all_others.operations / (size - 1), all_others.operations + rank_0.operations
-    with capsys.disabled():
-        print(
-            f"\n{size} ranks: {per_rank:.2f} operations per rank, {total} in all, {seconds:.1f} s",
-            end=" ",
-        )
+    seconds = time.monotonic() - start
+    print(f"{size} ranks: {per_rank:.2f} operations per rank, {total} in all, {seconds:.1f} s")
     assert round(per_rank) == 9, "two questions: post, count, wait, read; the group's part once"
     assert total < 10 * size
-    assert seconds < 300, "some 10 s are usual for 16,384 ranks; this is a bound for hangs"
-
-
-def test_each_operation_is_of_a_kind_that_every_store_has(tmp_path: Any) -> None:
-    """Jobs may meet over a file."""
-    for number in (1, 2):
-        _over_files(str(tmp_path / "store"), number)
-
-
-def _over_files(path: str, number: int) -> None:
-    def stores() -> Iterable[dist.Store]:
-        while True:
-            yield dist.PrefixStore("job", dist.FileStore(path, len(RANKS)))
-
-    heard: dict[int, Any] = {}
-
-    def run(rank: int, store: dist.Store) -> None:
-        store.set_timeout(timedelta(seconds=20))
-        question = Question(store, rank, len(RANKS), number, 20.0)
-        heard[rank] = question.ask(10**rank, _halves, groups=["low"]).groups
-
-    threads = [
-        threading.Thread(target=run, args=pair) for pair in zip(RANKS, stores(), strict=False)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert heard == {rank: {"low": [1, 10, 100]} for rank in RANKS}

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -154,39 +152,3 @@ def test_one_rank_of_a_group_speaks(
     reporter.stop(10)
     out = capfd.readouterr().out
     assert ("rank 7 on a" in out) is speaks and ("rank 4 on a" in out) is (speaks and stopped), out
-
-
-def test_a_store_that_goes_away_ends_the_thread(waiting: Callable[..., Watchdog]) -> None:
-    """It lives with rank 0, which ends before the others."""
-    server = [_server()]
-    client = dist.TCPStore("127.0.0.1", server[0].port, None, False, wait_for_workers=False)
-    reporter = waiting(client, 0, range(2))
-    server[0].wait([watchdog.heartbeat_key(0)])
-    server.clear()
-    reporter.join(20)
-    assert not reporter.is_alive()
-
-
-def test_a_process_ends_as_if_there_were_no_thread() -> None:
-    """Also with a forked child that ends as Python ends, and of which nobody hears. Oracle: exit codes."""
-    server = _server()
-    code = """
-import atexit, os, sys, time
-import torch.distributed as dist
-from megatron_hecate.faults.watchdog import Watchdog, heartbeat_key
-store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), None, False, wait_for_workers=False)
-settings = dict(interval=3.0, timeout=lambda: 600.0, is_over=lambda: False)
-reporter = Watchdog(store, 0, range(2), **settings)
-reporter.start()
-atexit.register(reporter.stop)
-time.sleep(0.5)
-if (pid := os.fork()) == 0:
-    sys.exit(0)
-status = os.waitpid(pid, 0)[1]
-time.sleep(0.5)
-print("child", status, reporter.is_alive(), store.get(heartbeat_key(0)))
-"""
-    command = [sys.executable, "-W", "ignore", "-c", code, str(server.port)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0 and done.stderr == ""
-    assert done.stdout.startswith("child 0 True ")
