@@ -1,16 +1,14 @@
-"""A run of the tests ends with its time by folder; the time of each test is kept beside pytest's cache."""
+"""Command lines as a user gives them, and what several folders of tests start from."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections import defaultdict
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-KEPT = Path(".pytest_cache", "seconds.json")
-_of_tests: dict[str, float] = defaultdict(float)
 # Ranks share a pipe. Their lines stay whole, since a buffered print is a single write.
 os.environ.pop("PYTHONUNBUFFERED", None)
 
@@ -23,24 +21,34 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare_text(tmp_path_factory.mktemp("data"))
 
 
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    _of_tests[report.nodeid] += report.duration
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture) -> Callable[..., tuple[int, str, str]]:
+    """Exit status, standard output and standard error of a command line."""
+    from megatron_hecate.__main__ import main
+
+    def run(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as end:
+            status = end.code
+        out, err = capsys.readouterr()
+        return status or 0, out, err
+
+    return run
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    by_folder: dict[str, float] = defaultdict(float)
-    tests_of: dict[str, int] = defaultdict(int)
-    for test, seconds in _of_tests.items():
-        folder = test.split("::")[0].rpartition("/")[0]
-        by_folder[folder] += seconds
-        tests_of[folder] += 1
-    if len(by_folder) < 2:
-        return
-    path = terminalreporter.config.rootpath / KEPT
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(_of_tests, indent=0))
-    terminalreporter.section("time by folder")
-    for folder, seconds in sorted(by_folder.items(), key=lambda item: -item[1]):
-        terminalreporter.write_line(f"{seconds:7.0f} s  {tests_of[folder]:5d} tests  {folder}")
-    total = sum(by_folder.values())
-    terminalreporter.write_line(f"{total:7.0f} s  {sum(tests_of.values()):5d} tests  in all")
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict, list[str]]]:
+    """Targets that the launcher would run: name, our flags, its arguments. Megatron is not imported."""
+    from megatron_hecate.switch_on import launcher
+
+    targets = []
+
+    def note(target: launcher.Target, flags: dict, arguments: list[str], _: list[str]) -> int:
+        targets.append((target.name, flags, arguments))
+        return 0
+
+    monkeypatch.setattr(launcher, "_run", note)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return targets

@@ -16,38 +16,8 @@ from pretraining import ROOT, python
 
 from megatron_hecate import __version__
 from megatron_hecate.__main__ import COMMANDS, main, overview
-from megatron_hecate.switch_on import launcher
 
 pytestmark = pytest.mark.fast
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture) -> object:
-    """Exit status, standard output and standard error of a command line."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        try:
-            status = main([str(word) for word in words])
-        except SystemExit as end:
-            status = end.code
-        out, err = capsys.readouterr()
-        return status or 0, out, err
-
-    return run
-
-
-@pytest.fixture
-def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """Targets that the launcher would run: name, our flags, its arguments. Megatron is not imported."""
-    started = []
-
-    def note(target: launcher.Target, given: dict, arguments: list[str], _: list[str]) -> int:
-        started.append((target.name, given, arguments))
-        return 0
-
-    monkeypatch.setattr(launcher, "_run", note)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    return started
 
 
 @pytest.fixture
@@ -66,20 +36,20 @@ OPTIONS = {
 }
 
 
-def test_overview_and_version(run) -> None:
-    assert run("--version") == (0, f"megatron-hecate {__version__}\n", "")
-    assert run("--help") == run("-h") == (0, overview() + "\n", "")
+def test_overview_and_version(cli) -> None:
+    assert cli("--version") == (0, f"megatron-hecate {__version__}\n", "")
+    assert cli("--help") == cli("-h") == (0, overview() + "\n", "")
     assert list(COMMANDS) == ["check", "report", "what-if", "measure", "run"]
     assert all(f"\n  {name} " in overview() for name in COMMANDS)
     for command, option in OPTIONS.items():
-        status, out, _ = run(command, "--help")
+        status, out, _ = cli(command, "--help")
         assert status == 0 and option in out
 
 
-def test_the_name_of_a_command_as_a_value(run, folder: Path, tmp_path: Path, monkeypatch) -> None:
+def test_the_name_of_a_command_as_a_value(cli, folder: Path, tmp_path: Path, monkeypatch) -> None:
     """The value of an option selects no command."""
     monkeypatch.chdir(tmp_path)
-    assert run("report", folder, "--out", "report")[0] == 0
+    assert cli("report", folder, "--out", "report")[0] == 0
     assert "<html" in Path("report").read_text()
 
 
@@ -93,23 +63,23 @@ def test_the_name_of_a_command_as_a_value(run, folder: Path, tmp_path: Path, mon
     ],
     ids=" ".join,
 )
-def test_forms_of_run(words: list[str], run, started: list, tmp_path: Path, monkeypatch) -> None:
+def test_forms_of_run(words: list[str], cli, started: list, tmp_path: Path, monkeypatch) -> None:
     """The arguments of the script are its own, whatever they are."""
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "target.py"
     script.touch()
     words = [str(script) if word == "SCRIPT" else word for word in words]
-    assert run(*words, "--", "run") == (0, "", "")
+    assert cli(*words, "--", "run") == (0, "", "")
     target = "target" if "-m" in words else str(script)
     assert started == [(target, {"moe_fssdp_slots": 3}, ["report", "--check", "--", "run"])]
 
 
-def test_a_script_named_like_a_command(run, started: list, tmp_path: Path, monkeypatch) -> None:
+def test_a_script_named_like_a_command(cli, started: list, tmp_path: Path, monkeypatch) -> None:
     """After ``run``, and after ``--``, the word is the target."""
     monkeypatch.chdir(tmp_path)
     (script := tmp_path / "report").touch()
     for words in ("run report x", "run -- report x", "-- report x", "./report x"):
-        assert run(*words.split()) == (0, "", "")
+        assert cli(*words.split()) == (0, "", "")
     assert started == 4 * [(str(script), {}, ["x"])]
 
 
@@ -129,8 +99,8 @@ def test_a_script_named_like_a_command(run, started: list, tmp_path: Path, monke
         ("measure a b", "megatron-hecate measure: error: unrecognized arguments: b"),
     ],
 )  # fmt: skip
-def test_wrong_words_name_the_way_out(run, words: str, message: str) -> None:
-    status, out, err = run(*words.split())
+def test_wrong_words_name_the_way_out(cli, words: str, message: str) -> None:
+    status, out, err = cli(*words.split())
     assert status == 2 and not out and message in err and "usage: " in err, err
 
 
@@ -144,10 +114,10 @@ def test_commands_import_what_they_need_alone() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_ranks_other_than_0_print_one_line(run, monkeypatch) -> None:
+def test_ranks_other_than_0_print_one_line(cli, monkeypatch) -> None:
     monkeypatch.setitem(os.environ, "RANK", "1")
     message = "megatron-hecate run: error; see the message of rank 0 (this is rank 1)\n"
-    assert run("reprt") == (2, "", message)
+    assert cli("reprt") == (2, "", message)
 
 
 @pytest.mark.parametrize("command", ["--moe-fssdp SCRIPT", "measure x"])
@@ -156,11 +126,11 @@ def test_ranks_other_than_0_print_one_line(run, monkeypatch) -> None:
     [("RANK", "-1", 0), ("LOCAL_RANK", "gpu0", 0), ("WORLD_SIZE", "0", 1)],
 )
 def test_variables_of_torchrun_that_are_no_numbers(
-    command: str, variable: str, value: str, least: int, run, tmp_path: Path, monkeypatch
+    command: str, variable: str, value: str, least: int, cli, tmp_path: Path, monkeypatch
 ) -> None:
     (script := tmp_path / "script.py").touch()
     monkeypatch.setenv(variable, value)
-    status, out, err = run(*command.replace("SCRIPT", str(script)).split())
+    status, out, err = cli(*command.replace("SCRIPT", str(script)).split())
     line = f"{variable}={value!r} in the environment must be a whole number, {least} or more; unset {variable}"
     assert status == 2 and not out and line in err.splitlines()[-1], err
 

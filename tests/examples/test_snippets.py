@@ -31,7 +31,6 @@ from snippets import Page, block, commands, pages
 
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.__main__ import COMMANDS, main
-from megatron_hecate.switch_on import launcher
 
 # What each block of a page is, in order: commands, which are parsed; a drawing; Python or output in the test of that
 # name below, or in another file.
@@ -199,23 +198,15 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def started(files: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """What the launcher would run in the folder of `files`: target, our flags, its arguments."""
-    noted: list[tuple] = []
-
-    def note(target: launcher.Target, given: dict, arguments: list[str], _: list[str]) -> int:
-        noted.append((Path(target.name).name, given, arguments))
-        return 0
-
+def started_here(files: Path, started: list[tuple], monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
+    """What the launcher would run in the folder of `files`."""
     monkeypatch.chdir(files)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(launcher, "_run", note)
-    return noted
+    return started
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("command", ALL)
-def test_commands(command: str, started: list[tuple]) -> None:
+def test_commands(command: str, started_here: list[tuple]) -> None:
     program, words = ALL[command]
     for word in (program, *words):
         if word.startswith(("bench/", "docs/", "examples/", "tests/")):
@@ -269,12 +260,12 @@ def _assert_like(printed: str, shown: str) -> None:
 
 
 @pytest.mark.fast
-def test_files(started: list[tuple]) -> None:
+def test_files(started_here: list[tuple]) -> None:
     _assert_like(_printed(lambda: main(["what-if", "fssdp-run"])), block("docs/what-if.md", 1))
 
 
 @pytest.mark.fast
-def test_launchers(started: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers(started_here: list[tuple], monkeypatch: pytest.MonkeyPatch) -> None:
     """Primus' script runs the launcher with its arguments; NeMo-Run's names ours and Megatron's."""
     monkeypatch.setattr(sys, "argv", ["fssdp_primus.py", "train", "pretrain"])
     with pytest.raises(SystemExit, match="0"):
@@ -285,7 +276,8 @@ def test_launchers(started: list[tuple], monkeypatch: pytest.MonkeyPatch) -> Non
     assert main(scripts[0].pop("args")) == 0
     assert scripts == [{"path": "megatron_hecate", "m": True, "entrypoint": "python"}]
     on = {"moe_fssdp": True}
-    assert started == [("main.py", on, sys.argv[1:]), ("pretrain_gpt.py", on, ["--bf16"])]
+    targets = [(Path(name).name, *rest) for name, *rest in started_here]
+    assert targets == [("main.py", on, sys.argv[1:]), ("pretrain_gpt.py", on, ["--bf16"])]
 
 
 @ranks(1)

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pretraining import ROOT
-
-from megatron_hecate.__main__ import main
-from megatron_hecate.switch_on import launcher
 
 pytestmark = pytest.mark.fast
 
@@ -86,58 +84,48 @@ def _command_lines(flags: dict[str, Any]) -> list[list[str]]:
 
 
 @pytest.fixture
-def launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+def launch(cli: Any, started: list, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the launcher says of flags in front of a script, and among its arguments."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(launcher, "_run", lambda *_: 0)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "script.py").touch()
 
-    def run(*words: str) -> tuple[int, str]:
-        try:
-            status = main(["run", "--moe-fssdp", *words])
-        except SystemExit as end:
-            status = end.code
-        return status, capsys.readouterr().err
+    def run(flags: dict) -> Iterator[tuple[int, str]]:
+        words = _words(flags)
+        for line in ([*words, "--", "script.py"], ["--", "script.py", *words]):
+            status, out, err = cli("run", "--moe-fssdp", *line)
+            yield status, out + err
 
     return run
 
 
-def _check(path: Path, capsys: pytest.CaptureFixture) -> tuple[int, str]:
-    return _run(["--settings", str(path)], capsys)
+@pytest.fixture
+def check(cli: Any, tmp_path: Path) -> Any:
+    """Status and text of ``check`` for settings in a file, of each of some texts by name."""
 
+    def run(files: dict[str, str]) -> Iterator[tuple[int, str]]:
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+            status, out, err = cli("check", "--settings", tmp_path / name)
+            yield status, out + err
 
-def _run(words: list[str], capsys: pytest.CaptureFixture) -> tuple[int, str]:
-    status = main(["check", *words])
-    printed = capsys.readouterr()
-    return status, printed.out + printed.err
+    return run
 
 
 @pytest.mark.parametrize(("flags", "part"), WRONG, ids=lambda value: str(value)[:60])
 def test_check_refuses_what_the_launcher_refuses(
-    flags: dict, part: str, launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture
+    flags: dict, part: str, launch: Any, check: Any
 ) -> None:
-    words = _words(flags)
-    for line in ([*words, "--", "script.py"], ["--", "script.py", *words]):
-        status, said = launch(*line)
+    for status, said in launch(flags):
         assert status == 2 and part in said and "Traceback" not in said, said
-    for name, text in _files(flags).items():
-        (tmp_path / name).write_text(text)
-        status, said = _check(tmp_path / name, capsys)
-        assert status == 2 and part in said and said.count("\n") == 1, (name, said)
+    for status, said in check(_files(flags)):
+        assert status == 2 and part in said and "\n" not in said.strip(), said
 
 
 @pytest.mark.parametrize("flags", RIGHT, ids=str)
-def test_check_accepts_what_the_launcher_accepts(
-    flags: dict, launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    words = _words(flags)
-    for line in ([*words, "--", "script.py"], ["--", "script.py", *words]):
-        assert launch(*line) == (0, "")
-    for name, text in _files(flags).items():
-        (tmp_path / name).write_text(text)
-        status, said = _check(tmp_path / name, capsys)
-        assert status == 0 and said.startswith(_verdict(flags)), (name, said)
+def test_check_accepts_what_the_launcher_accepts(flags: dict, launch: Any, check: Any) -> None:
+    assert list(launch(flags)) == 2 * [(0, "")]
+    for status, said in check(_files(flags)):
+        assert status == 0 and said.startswith(_verdict(flags)), said
 
 
 def _verdict(flags: dict) -> str:
@@ -146,7 +134,7 @@ def _verdict(flags: dict) -> str:
 
 @pytest.mark.newest
 def test_command_lines_as_the_launcher(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Any
 ) -> None:
     """Megatron 0.16.1 has no wheel with a parser."""
     # torch logs a line about GPUs at its import
@@ -154,57 +142,35 @@ def test_command_lines_as_the_launcher(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "script.py").touch()
-    for flags, part in WRONG:
+    for flags, part in [*WRONG, *((flags, None) for flags in RIGHT)]:
         for words in _command_lines(flags):
-            status, said = _run(words, capsys)
-            assert status == 2 and part in said and said.count("\n") == 1, (words, said)
-    for flags in RIGHT:
-        for words in _command_lines(flags):
-            status, said = _run(words, capsys)
-            assert status == 0 and said.startswith(_verdict(flags)), (words, said)
-            assert "note: " not in said, said
+            status, out, err = cli("check", *words)
+            if part is None:
+                assert status == 0 and out.startswith(_verdict(flags)), (words, out + err)
+                assert "note: " not in out + err, out + err
+            else:
+                assert status == 2 and part in err and (out + err).count("\n") == 1, (words, err)
 
 
-def test_sections_and_values_that_are_no_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """What Megatron's arguments or Bridge's overrides would hold; None is no number of slots either."""
-    for fields, part in (
-        ({"moe_fssdp": {"slots": 2}}, "moe_fssdp={'slots': 2} must be true or false"),
-        ({"moe_fssdp": "yess"}, "moe_fssdp='yess' must be true or false"),
-        ({"moe_fssdp_settings": {"slots": 2}}, "moe_fssdp_settings"),
-        ({"moe_fssdp_slots": None}, "slots=None"),
-        ({"moe_fssdp_slots": [2]}, "slots=[2]"),
-    ):
-        (path := tmp_path / "job.json").write_text(json.dumps({**SIZE, **fields}))
-        status, said = _check(path, capsys)
-        assert status == 2 and part in said and said.count("\n") == 1, said
-
-
+# what Megatron's arguments or Bridge's overrides would hold; None is no number of slots either
 @pytest.mark.parametrize(
-    ("experts", "ranks", "slots", "refused"),
+    ("fields", "status", "part"),
     [
-        (8, 4, 7, "slots=7 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6"),
-        (8, 4, 6, None),
-        (2, 2, None, "slots=2 is out of range"),  # the default
-        (60, 8, 1, "num_experts=60 is not divisible by 8 ranks; use 56 or 64"),
-        (8, 4, "${SLOTS}", "moe_fssdp_slots=${SLOTS} is decided elsewhere"),
+        ({"moe_fssdp": {"slots": 2}}, 2, "moe_fssdp={'slots': 2} must be true or false"),
+        ({"moe_fssdp": "yess"}, 2, "moe_fssdp='yess' must be true or false"),
+        ({"moe_fssdp_settings": {"slots": 2}}, 2, "moe_fssdp_settings"),
+        ({"moe_fssdp_slots": None}, 2, "slots=None"),
+        ({"moe_fssdp_slots": [2]}, 2, "slots=[2]"),
+        # slots that do not fit the job
+        ({"moe_fssdp_slots": 7}, 1, "slots=7 is out of range: a rank that is home to 2 of 8 experts can host 0 to 6"),
+        ({"moe_fssdp_slots": 6}, 0, "would switch on\n"),
+        ({"num_experts": 2, "expert_model_parallel_size": 2}, 1, "slots=2 is out of range"),  # the default
+        ({"num_experts": 60, "expert_model_parallel_size": 8}, 1, "num_experts=60 is not divisible by 8 ranks; use 56 or 64"),
+        ({"moe_fssdp_slots": "${SLOTS}"}, 2, "moe_fssdp_slots=${SLOTS} is decided elsewhere"),
     ],
-)
-def test_slots_that_do_not_fit_the_job(
-    experts: int,
-    ranks: int,
-    slots: Any,
-    refused: str | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture,
+)  # fmt: skip
+def test_values_that_are_none_or_do_not_fit(
+    fields: dict, status: int, part: str, check: Any
 ) -> None:
-    fields = {"num_moe_experts": experts, "expert_model_parallel_size": ranks}
-    if slots is not None:
-        fields["moe_fssdp_slots"] = slots
-    (path := tmp_path / "job.json").write_text(json.dumps(fields))
-    status, said = _check(path, capsys)
-    if refused is None:
-        assert (status, said) == (0, "would switch on\n")
-    else:
-        assert status == (2 if isinstance(slots, str) else 1) and refused in said, said
+    ((found, said),) = check({"job.json": json.dumps({**SIZE, **fields})})
+    assert found == status and part in said and said.strip().count("\n") == 0, said

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from megatron_hecate.__main__ import main
 from megatron_hecate.switch_on import unsupported
 from megatron_hecate.tools.files.spellings import ALIASES, NEGATED
 from megatron_hecate.tools.verdict import judge
@@ -31,15 +30,14 @@ EP = "expert_model_parallel_size: 8"
 
 
 @pytest.fixture
-def check(tmp_path: Path, capsys: pytest.CaptureFixture) -> Any:
+def check(cli: Any, tmp_path: Path) -> Any:
     """Exit status, and what was printed, for the text of a file or for its settings."""
 
     def run(settings: Any, name: str = "job.yaml") -> tuple[int, str]:
         path = tmp_path / name
         path.write_text(settings if isinstance(settings, str) else json.dumps(settings))
-        status = main(["check", "--settings", str(path)])
-        printed = capsys.readouterr()
-        return status, (printed.out + printed.err).strip()
+        status, out, err = cli("check", "--settings", path)
+        return status, (out + err).strip()
 
     return run
 
@@ -140,9 +138,9 @@ def test_a_file_that_makes_no_sense_is_one_clear_error(check: Any, text: str, me
     assert status == OPEN and message in error and "settings.json: " in error and "\n" not in error
 
 
-def test_a_file_that_cannot_be_read(check: Any, capsys: pytest.CaptureFixture) -> None:
-    assert main(["check", "--settings", "missing.json"]) == OPEN
-    assert "missing.json: cannot be read: " in capsys.readouterr().err
+def test_a_file_that_cannot_be_read(check: Any, cli: Any) -> None:
+    status, _, error = cli("check", "--settings", "missing.json")
+    assert status == OPEN and "missing.json: cannot be read: " in error
     for text in ("a: [", "a: 1\n---\nb: 2", "&job\nmodel: *job"):
         status, error = check(text, "bad.yaml")
         assert status == OPEN and "bad.yaml: is n" in error and "\n" not in error

@@ -19,7 +19,6 @@ import launch_flags
 import pytest
 from pretraining import ROOT
 
-from megatron_hecate.__main__ import main
 from megatron_hecate.switch_on import unsupported
 
 pytestmark = [pytest.mark.fast, pytest.mark.newest]
@@ -35,7 +34,7 @@ FLEX = "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend"
 
 
 @pytest.fixture
-def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
+def check(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Exit status, and what was printed, for words behind ``check``."""
     import megatron.training.arguments  # noqa: F401
 
@@ -44,12 +43,8 @@ def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     (tmp_path / "script.py").touch()
 
     def run(words: str) -> tuple[int, str]:
-        try:
-            status = main(["check", *words.split()])
-        except SystemExit as end:
-            status = end.code
-        printed = capsys.readouterr()
-        return status, printed.out + printed.err
+        status, out, err = cli("check", *words.split())
+        return status, out + err
 
     return run
 
