@@ -147,7 +147,8 @@ FAULTS: list[tuple[Callable, str]] = [
 def test_every_planted_fault_is_caught_and_named() -> None:
     import graphs_on_cpu
     import torch
-    from graph_capture import CaptureError, Graph, not_in_graphs
+    from graph_capture import Graph, not_in_graphs
+    from streams_on_cpu import CaptureError
 
     class Counter:
         def count(self) -> None: ...
@@ -172,7 +173,7 @@ def test_every_planted_fault_is_caught_and_named() -> None:
 def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
     import graphs_on_cpu
     import torch
-    from graph_capture import CaptureError
+    from streams_on_cpu import CaptureError
 
     graphs_on_cpu.install()
     for replace, message in (("attribute", "was freed"), ("resized", "moved")):

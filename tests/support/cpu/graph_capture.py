@@ -5,7 +5,7 @@ noted with the very memory it reads and writes, in the backward too. As on a GPU
 behind: memory of before gets its contents back, and what the capture allocated holds NaN until the first replay.
 `Graph.replay` runs what was noted, on the same memory, and no Python.
 
-A capture raises `CaptureError`, which names the operation and the line that called it, for
+A capture raises `streams_on_cpu.CaptureError`, which names the operation and the line that called it, for
 
 * a wait of the host: ``.item()``, ``if tensor``, ``.cpu()``, ``.tolist()``, ``.numpy()``, synchronize and query;
 * a shape that depends on data: nonzero, a mask as an index, unique, bincount, repeat_interleave without a size;
@@ -26,26 +26,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
-import megatron_on_cpu
 import torch
-import typing_extensions
+from streams_on_cpu import StreamOrder, calling_line, refuse
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 Tensor = torch.Tensor
-_BETWEEN = (  # frames of these are not the line that called torch
-    str(Path(torch.__file__).parent), typing_extensions.__file__, megatron_on_cpu.__file__, __file__,
-    str(Path(__file__).with_name("graphs_on_cpu.py")),
-)  # fmt: skip
 _WAITS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
 _DATA_DEPENDENT = {
     "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
@@ -54,22 +47,6 @@ _DATA_DEPENDENT = {
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _OF_PYTHON_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _TO_HOST = (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
-
-
-class CaptureError(RuntimeError):
-    """A graph of a GPU would not be captured, or would not replay what was meant."""
-
-
-def _where() -> str:
-    """The line that called torch."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_BETWEEN):
-        frame = frame.f_back
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_qualname}"
-
-
-def refuse(what: str, where: str = "") -> NoReturn:
-    raise CaptureError(f"{what}, at {where or _where()}")
 
 
 def not_in_graphs(owner: Any, name: str) -> None:
@@ -177,14 +154,14 @@ class Graph:
         self.streams = StreamOrder()
         self._quiet = False
         self._modes = (_Python(self), _Operations(self))
-        Graph.current = self
+        Graph.current, StreamOrder.current = self, self.streams
         for mode in self._modes:
             mode.__enter__()
 
     def capture_end(self, failed: bool = False) -> None:
         for mode in reversed(self._modes):
             mode.__exit__(None, None, None)
-        Graph.current = None
+        Graph.current = StreamOrder.current = None
         for storage, contents in self._contents.values():
             _bytes(storage).copy_(contents)
         for key, dtype in self._new.items():
@@ -287,7 +264,7 @@ class Graph:
             )
         self.streams.work()
         before = {_key(t) for t in inputs}
-        for t in inputs if collective else _written(op, args, kwargs):
+        for t in inputs if collective else written(op, args, kwargs):
             self._save(t.untyped_storage())
         leaves, spec = tree_flatten((args, kwargs))
         arguments = [_place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -299,7 +276,7 @@ class Graph:
         for _, t in new:
             self._mine[_key(t)], self._new[_key(t)] = t.untyped_storage(), t.dtype
         if (new and "empty" not in name) or collective or op._schema.is_mutable:
-            what = f"{op} called at {_where()}"
+            what = f"{op} called at {calling_line()}"
             for t in host:  # a number: a GPU takes it into the kernel's arguments
                 self._mine[_key(t)] = t.untyped_storage()
             for t in inputs:
@@ -311,7 +288,7 @@ class Graph:
     def launch(self, launch: Callable, args: tuple, kwargs: dict) -> None:
         """Run one of our kernels, and note it; it may write wherever its pointers lead."""
         self.streams.work()
-        what = f"kernel {args[0]} launched at {_where()}"
+        what = f"kernel {args[0]} launched at {calling_line()}"
         with self.quiet():
             for argument in args:
                 reference = Graph.addresses.get(getattr(argument, "value", None) or -1)
@@ -356,7 +333,7 @@ def _wait(works: list) -> None:
     works.clear()
 
 
-def _written(op: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
+def written(op: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     for index, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
@@ -424,46 +401,6 @@ class _Python(TorchFunctionMode):
         elif func is torch.Tensor.new_tensor:
             refuse("new_tensor copies Python data to the device, which waits for the host")
         return made
-
-
-class StreamOrder:
-    """Which streams take part in a capture, and what each of them has waited for."""
-
-    def __init__(self) -> None:
-        self.origin = torch.cuda.current_stream()
-        self.seen: dict[Any, dict[Any, int]] = {
-            self.origin: {}
-        }  # per stream: the last work of each that it follows
-        self.last: dict[Any, int] = {}
-
-    def work(self) -> None:
-        stream = torch.cuda.current_stream()
-        if stream not in self.seen:
-            refuse(
-                "work on a stream that has not joined the capture: no replay would do it, its memory is not the pool's"
-            )
-        self.last[stream] = self.seen[stream][stream] = self.last.get(stream, 0) + 1
-
-    def recorded(self, stream: Any) -> dict[Any, int] | None:
-        """What an event recorded on ``stream`` stands for; None for a stream outside."""
-        return dict(self.seen[stream]) if stream in self.seen else None
-
-    def wait(self, stream: Any, event: dict[Any, int] | None) -> None:
-        if event is None:
-            if stream in self.seen:
-                refuse("a stream that is captured waits for work from outside the capture")
-            return
-        seen = self.seen.setdefault(stream, {})
-        for other, number in event.items():
-            seen[other] = max(seen.get(other, 0), number)
-
-    def assert_joined(self) -> None:
-        for stream, number in self.last.items():
-            if self.seen[self.origin].get(stream, 0) < number:
-                refuse(
-                    f"{stream} joined the capture, and nothing waited for its last work",
-                    "the end of the capture",
-                )
 
 
 class Capture:

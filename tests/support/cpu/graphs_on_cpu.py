@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import megatron_on_cpu
+import streams_on_cpu
 import torch
 import torch.distributed as dist
-from graph_capture import Capture, Graph, refuse
+from graph_capture import Capture, Graph
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -36,9 +36,9 @@ from torch.utils._pytree import tree_leaves
 def install() -> None:
     """Put the emulator behind ``torch.cuda``; after ``te_on_cpu.install()``, before a model is built."""
     megatron_on_cpu.install()
-    install_graphs(Stream, Event)
+    install_graphs()
     cuda = torch.cuda
-    cuda.synchronize = lambda *_: host_waits("torch.cuda.synchronize")
+    cuda.synchronize = lambda *_: streams_on_cpu.host_waits("torch.cuda.synchronize")
     cuda.default_generators = _Generators()
     cuda.memory_stats = lambda *_: {
         f"{kind}_bytes.all.current": 0 for kind in ("allocated", "reserved")
@@ -50,14 +50,12 @@ def install() -> None:
     _samples_of_the_model()
 
 
-def install_graphs(stream: type[Stream], event: type[Event]) -> None:
+def install_graphs() -> None:
     """Put graphs and streams behind ``torch.cuda``, and note what reaches a graph from the host."""
     cuda = torch.cuda
     cuda.CUDAGraph, cuda.graph = Graph, Capture
     cuda.is_current_stream_capturing = lambda: Graph.current is not None
-    cuda.Stream, cuda.Event, cuda.stream = stream, event, _on_stream
-    cuda.current_stream, cuda.default_stream = (lambda *_: _streams[-1]), (lambda *_: _default)
-    cuda.set_stream = _set_stream
+    streams_on_cpu.install()
     torch.from_numpy = _of_the_host(torch.from_numpy)
     torch.frombuffer = _of_the_host(torch.frombuffer)
     _note_addresses()
@@ -153,101 +151,6 @@ def assert_replayed(at_least: int) -> None:
     )
     idle = [graph for graph in Graph.made if graph.calls and not graph.replays]
     assert not idle, f"{len(idle)} of {len(Graph.made)} graphs were never replayed"
-
-
-def host_waits(what: str) -> None:
-    if Graph.current is not None:
-        refuse(f"{what} makes the host wait inside a capture")
-
-
-class Stream:
-    """A stream of its own, which a capture can tell from others."""
-
-    cuda_stream = 0
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.device = torch.device("cpu")
-
-    def wait_event(self, event: Any) -> None:
-        if (
-            Graph.current is not None
-            and isinstance(event, Event)
-            and event.recorded
-            and not event.external
-        ):
-            Graph.current.streams.wait(self, event.seen if event.graph is Graph.current else None)
-        elif (
-            Graph.current is None
-            and isinstance(event, Event)
-            and event.graph is not None
-            and not event.external
-        ):
-            refuse("a stream waits for an event that was recorded inside a capture")
-
-    def wait_stream(self, stream: Any) -> None:
-        self.wait_event(stream.record_event())
-
-    def record_event(self, event: Any = None) -> Any:
-        event = event if event is not None else torch.cuda.Event()
-        event.record(self)
-        return event
-
-    def synchronize(self) -> None:
-        host_waits("Stream.synchronize")
-
-    def query(self) -> bool:
-        host_waits("Stream.query")
-        return True
-
-    def __enter__(self) -> Stream:
-        _streams.append(self)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        _streams.pop()
-
-
-class Event(megatron_on_cpu._Event):
-    def __init__(self, *args: Any, external: bool = False, **kwargs: Any) -> None:
-        self.external, self.recorded = external, False
-        self.graph: Graph | None = None
-        self.seen: dict[Any, int] | None = None
-
-    def record(self, stream: Any = None) -> None:
-        super().record()
-        stream = stream if stream is not None else _streams[-1]
-        self.recorded, self.graph = True, None
-        if Graph.current is not None:
-            self.seen = Graph.current.streams.recorded(stream)
-            self.graph = Graph.current if self.seen is not None else None
-
-    def wait(self, stream: Any = None) -> None:
-        (stream if stream is not None else _streams[-1]).wait_event(self)
-
-    def synchronize(self) -> None:
-        host_waits("Event.synchronize")
-
-    def query(self) -> bool:
-        host_waits("Event.query")
-        return True
-
-
-_default = Stream()
-_streams = [_default]  # the current one is last
-
-
-@contextlib.contextmanager
-def _on_stream(stream: Any) -> Iterator[None]:
-    """``torch.cuda.stream``."""
-    _streams.append(stream if stream is not None else _streams[-1])
-    try:
-        yield
-    finally:
-        _streams.pop()
-
-
-def _set_stream(stream: Any) -> None:
-    _streams[-1] = stream
 
 
 _pooled: list[_Pooled] = []

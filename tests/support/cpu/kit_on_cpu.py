@@ -10,33 +10,20 @@ refused ends the process with a status other than 0. Megatron is not needed.
 from __future__ import annotations
 
 import atexit
-import itertools
 import os
 import sys
 from typing import Any
 
 import gpu_on_cpu
 import graphs_on_cpu
+import streams_on_cpu
 import torch
 
 NAME = "a GPU on a CPU"
-_handles = itertools.count(0x5000, 0x10)
 _asleep = [False]
 
 
-class Stream(graphs_on_cpu.Stream):
-    """A stream with a handle of its own, as the driver tells streams apart."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.cuda_stream = next(_handles)
-
-    @staticmethod
-    def priority_range() -> tuple[int, int]:
-        return 0, -5
-
-
-class Event(graphs_on_cpu.Event):
+class Event(streams_on_cpu.Event):
     def query(self) -> bool:
         super().query()
         return not _asleep[0]
@@ -48,15 +35,15 @@ def install() -> None:
     cuda, refuse_or_wait = torch.cuda, torch.cuda.synchronize
 
     def synchronize(*_: Any) -> None:
-        graphs_on_cpu.host_waits("torch.cuda.synchronize")
+        streams_on_cpu.host_waits("torch.cuda.synchronize")
         _asleep[0] = False
         refuse_or_wait()
 
     def sleep(cycles: int) -> None:
         _asleep[0] = True
 
-    graphs_on_cpu.install_graphs(Stream, Event)
-    cuda.synchronize, cuda._sleep = synchronize, sleep
+    graphs_on_cpu.install_graphs()
+    cuda.Event, cuda.synchronize, cuda._sleep = Event, synchronize, sleep
     cuda.is_available, cuda.get_device_name = (lambda: True), (lambda *_: NAME)
     atexit.register(_report, driver)
 

@@ -1,5 +1,5 @@
-"""What GPUs were told, played through: streams on 1 or 32 hardware queues, few multiprocessors, ranks that wait for
-each other. It finds deadlocks, overlap that was lost, and memory that is written while somebody may still read it.
+"""What GPUs were told, played through: what surely ended before what, and when it would run. It finds meetings of ranks
+in different orders, memory that is written while somebody may still read it, and overlap that was lost.
 
 | entry | what the host told its GPU |
 |---|---|
@@ -9,18 +9,20 @@ each other. It finds deadlocks, overlap that was lost, and memory that is writte
 
 Rules, by CUDA's documentation of streams and of ``CUDA_DEVICE_MAX_CONNECTIONS``. Work of one stream runs in order. A
 hardware queue takes its entries in the order in which they were issued: one that cannot begin yet, for want of an
-event, of earlier work of its stream, or of multiprocessors, keeps all behind it waiting, whatever their streams. Work
-with ``blocks`` waits for other ranks while it runs: it holds as many multiprocessors from beginning to end, and begins
-only when so many are free. Other kernels need one that is free, and hold none, as their blocks come and go. Work that
-`meets` ends only when all the ranks that it names have begun theirs.
+event or of earlier work of its stream, keeps all behind it waiting, whatever their streams. Work that `meets` ends only
+when all the ranks that it names have begun theirs, and holds its ``blocks`` multiprocessors until then.
+
+Ranks that issue their meetings in one order cannot deadlock while multiprocessors suffice (`crowds`), on any number of
+queues: the first entry in that order that has not ended waits for earlier entries alone, and stands behind none.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 
 Range = tuple[int, int, int]  # memory: rank, first byte, end
 Clock = Counter[tuple[int, int]]  # of each rank's streams, how much of their work has ended
@@ -34,7 +36,7 @@ class Work:
         stream: number of the stream, of this rank.
         name: of what runs.
         length: time units it takes alone.
-        blocks: multiprocessors that it holds.
+        blocks: multiprocessors that it holds, where it waits for other ranks.
         meets: a name, the same on all ranks, and the ranks that must have begun it.
         reads, writes: memory, also that of other ranks.
     """
@@ -67,260 +69,167 @@ class HostWait:
 
 Entry = Work | Record | Wait | HostWait
 Recordings = Sequence[Sequence[Entry]]  # of every rank
+Kind = Callable[[Work], bool]
 
 
 @dataclasses.dataclass(frozen=True)
-class Span:
-    """When a rank's work ran."""
+class Moment:
+    """A time on the given queues, and what has surely ended by then on any."""
 
+    time: float = 0.0
+    ended: Clock = dataclasses.field(default_factory=Counter)
+
+    def join(self, other: Moment) -> Moment:
+        return Moment(max(self.time, other.time), self.ended | other.ended)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Span:
+    """When a rank's work ran, what surely ended before it began, and its place among the work of its stream."""
+
+    rank: int
     work: Work
     begin: float
     end: float
+    place: int
+    ended: Clock
+
+    def is_before(self, other: Span) -> bool:
+        """Whether this one has surely ended when ``other`` begins."""
+        return other.ended[self.rank, self.work.stream] >= self.place
 
 
-@dataclasses.dataclass(frozen=True)
-class Played:
-    """What came of it.
-
-    Args:
-        spans: of every rank, in order of their beginning.
-        deadlock: what everything waits for in the end; empty when all work was done.
-    """
-
-    spans: list[list[Span]]
-    deadlock: list[str]
-
-    def overlap(self, transfers: Callable[[Work], bool], computes: Callable[[Work], bool]) -> float:
-        """Share of the time of transfers, over all ranks, beside which the same rank computes."""
-        beside = whole = 0.0
-        for spans in self.spans:
-            for span in (span for span in spans if transfers(span.work)):
-                whole, beside = (
-                    whole + span.end - span.begin,
-                    beside + _beside(span, spans, computes),
-                )
-        return beside / whole if whole else 0.0
+Arrivals = dict[
+    int, tuple[tuple[int, int], Moment]
+]  # by rank: its number and stream, and when it begins
+Meetings = defaultdict[str, Arrivals]
 
 
 class _Rank:
-    """One rank's host and GPU."""
+    """How far one rank's host and GPU have come."""
 
-    def __init__(self, number: int, entries: Sequence[Entry], *, queues: int, sms: int) -> None:
-        self.number, self.todo, self.free = number, deque(entries), sms
-        self.queues: list[deque[Entry]] = [deque() for _ in range(queues)]
-        self.queue_of: dict[int, int] = {}
-        self.running: dict[int, Work] = {}  # by stream
-        self.begun: dict[Work, float] = {}
-        self.pending: dict[int, list[int]] = {}  # events recorded behind running work, by stream
-        self.over: set[int] = set()  # events
-        self.recorded: set[int] = set()  # by the host
-        self.spans: list[Span] = []
+    def __init__(self, number: int, entries: Sequence[Entry], queues: int) -> None:
+        self.number, self.entries = number, deque(entries)
+        self.host = Moment()
+        self.streams: defaultdict[int, Moment] = defaultdict(Moment)
+        self.events: dict[int, Moment] = {}
+        self.queues = [0.0] * queues  # when each took its last entry
+        self.queue_of_stream: dict[int, int] = {}
 
-    def issue(self) -> bool:
-        """Let the host go on; whether it did."""
-        moved = False
-        while self.todo:
-            entry = self.todo[0]
-            if isinstance(entry, HostWait):
-                if entry.event in self.recorded and entry.event not in self.over:
-                    break
-            else:
-                if isinstance(entry, Record):
-                    self.recorded.add(entry.event)
-                if (
-                    not isinstance(entry, Wait) or entry.event in self.recorded
-                ):  # else it waits for nothing
-                    queue = self.queue_of.setdefault(
-                        entry.stream, len(self.queue_of) % len(self.queues)
-                    )
-                    self.queues[queue].append(entry)
-            self.todo.popleft()
-            moved = True
-        return moved
-
-    def obstacle(self, entry: Entry) -> str:
-        """Why the head of a queue cannot be taken; empty when it can."""
+    def issue(self, entry: Record | Wait | Work) -> Moment:
+        """Give an entry to its queue; when its stream comes to it."""
+        queues = self.queue_of_stream
+        queue = queues.setdefault(entry.stream, len(queues) % len(self.queues))
+        ready = self.host.join(Moment(self.queues[queue]))
         if isinstance(entry, Wait):
-            return "" if entry.event in self.over else f"event {entry.event}"
-        if isinstance(entry, Work):
-            if entry.stream in self.running:
-                return f"{self.running[entry.stream].name} before it"
-            if self.free < max(entry.blocks, 1):
-                holders = ", ".join(work.name for work in self.running.values() if work.blocks)
-                return (
-                    f"{max(entry.blocks, 1)} multiprocessors, {self.free} are free beside {holders}"
-                )
-        return ""
+            ready = ready.join(self.events.get(entry.event, Moment()))
+        moment = self.streams[entry.stream].join(ready)
+        self.queues[queue] = moment.time if isinstance(entry, Work) else ready.time
+        return moment
 
-    def take(self, now: float) -> bool:
-        """Take what can be taken from the queues; whether there was something."""
-        moved = False
-        for queue in self.queues:
-            while queue and not self.obstacle(queue[0]):
-                entry = queue.popleft()
-                moved = True
-                if isinstance(entry, Record):
-                    if entry.stream in self.running:
-                        self.pending.setdefault(entry.stream, []).append(entry.event)
-                    else:
-                        self.over.add(entry.event)
-                elif isinstance(entry, Work):
-                    self.running[entry.stream], self.begun[entry] = entry, now
-                    self.free -= entry.blocks
-        return moved
+    def advance(self, meetings: Meetings, spans: list[Span]) -> bool:
+        """Go on up to a meeting that other ranks have not begun; whether there was progress."""
+        progress = False
+        while self.entries:
+            entry = self.entries[0]
+            if isinstance(entry, HostWait):
+                self.host = self.host.join(self.events.get(entry.event, Moment()))
+            elif isinstance(entry, Record):
+                self.events[entry.event] = self.issue(entry)
+            elif isinstance(entry, Wait):
+                self.streams[entry.stream] = self.issue(entry)
+            else:
+                name, peers = entry.meets
+                arrivals = meetings[name] if name else {}
+                if self.number not in arrivals:
+                    arrivals[self.number] = (self.number, entry.stream), self.issue(entry)
+                    progress = True
+                if peers - arrivals.keys():
+                    break
+                spans.append(self._run(entry, arrivals))
+            self.entries.popleft()
+            progress = True
+        return progress
 
-    def end(self, work: Work, now: float) -> None:
-        del self.running[work.stream]
-        self.free += work.blocks
-        self.over.update(self.pending.pop(work.stream, ()))
-        self.spans.append(Span(work, self.begun[work], now))
-
-    def waits(self) -> Iterator[str]:
-        """What does not go on, and why."""
-        if self.todo and isinstance(self.todo[0], HostWait):
-            yield f"rank {self.number}: the host waits for event {self.todo[0].event}"
-        for queue in self.queues:
-            if queue:
-                head = queue[0]
-                what = head.name if isinstance(head, Work) else "a wait"
-                behind = [
-                    entry.name
-                    for entry in itertools.islice(queue, 1, None)
-                    if isinstance(entry, Work)
-                ]
-                text = f"rank {self.number}: {what} on stream {head.stream} waits for {self.obstacle(head)}"
-                yield text + (
-                    f", and behind it in its queue {', '.join(behind[:3])}" if behind else ""
-                )
+    def _run(self, work: Work, arrivals: Arrivals) -> Span:
+        """Run ``work`` from its arrival on; it ends when all ranks have begun it, and then all have ended."""
+        _, begin = arrivals[self.number]
+        last = functools.reduce(Moment.join, (moment for _, moment in arrivals.values()))
+        places = Counter({key: moment.ended[key] + 1 for key, moment in arrivals.values()})
+        end = self.streams[work.stream] = Moment(last.time + work.length, last.ended | places)
+        place = places[self.number, work.stream]
+        return Span(self.number, work, begin.time, end.time, place, last.ended)
 
 
-def play(recordings: Recordings, *, queues: int = 32, sms: int = 132) -> Played:
+def play(recordings: Recordings, *, queues: int = 32) -> list[Span]:
     """Run all ranks at once.
 
     Args:
         recordings: of every rank, in the order in which its host issued them.
         queues: hardware queues of each GPU, as CUDA_DEVICE_MAX_CONNECTIONS sets them.
-        sms: multiprocessors of each GPU.
-    """
-    ranks = [
-        _Rank(number, entries, queues=queues, sms=sms) for number, entries in enumerate(recordings)
-    ]
-    arrived: dict[str, dict[int, float]] = {}
-    now = 0.0
-    while True:
-        while [rank for rank in ranks if rank.issue() | rank.take(now)]:
-            pass
-        ends: list[tuple[float, _Rank, Work]] = []
-        for rank in ranks:
-            for work in rank.running.values():
-                name, others = work.meets
-                arrived.setdefault(name, {})[rank.number] = rank.begun[work]
-        missing = []
-        for rank in ranks:
-            for work in rank.running.values():
-                name, others = work.meets
-                late = sorted(others - arrived[name].keys()) if name else []
-                if late:
-                    missing.append(
-                        f"rank {rank.number}: {work.name} waits for ranks {late} to begin it"
-                    )
-                else:
-                    begins = [arrived[name][other] for other in others] if name else []
-                    ends.append((max([rank.begun[work], *begins]) + work.length, rank, work))
-        if not ends:
-            deadlock = missing + [text for rank in ranks for text in rank.waits()]
-            spans = [sorted(rank.spans, key=lambda span: span.begin) for rank in ranks]
-            return Played(spans, deadlock)
-        now = max(now, min(end for end, _, _ in ends))
-        for end, rank, work in ends:
-            if end <= now:
-                rank.end(work, end)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Ordered:
-    """A rank's work, with what surely ended before it began, and its own place among that of its stream."""
-
-    rank: int
-    work: Work
-    place: int
-    before: Clock
-
-    def is_before(self, other: Ordered) -> bool:
-        """Whether this one has surely ended when ``other`` begins."""
-        return other.before[self.rank, self.work.stream] >= self.place
-
-
-def order(recordings: Recordings) -> list[Ordered]:
-    """All work with what streams, events, waits of the host and meetings say of its order, whatever the queues.
 
     Raises:
         ValueError: when ranks do not meet in the order of their issue.
     """
-    streams: dict[tuple[int, int], Clock] = {}
-    events: dict[tuple[int, int], Clock] = {}
-    hosts: list[Clock] = [Counter() for _ in recordings]
-    todo = [deque(entries) for entries in recordings]
-    met: dict[str, dict[int, tuple[Clock, Clock]]] = {}
-    found: list[Ordered] = []
-    waiting: dict[int, Work] = {}
-    while any(todo):
-        moved = False
-        for rank, entries in enumerate(todo):
-            while entries:
-                entry = entries[0]
-                if isinstance(entry, HostWait):
-                    hosts[rank] |= events.get((rank, entry.event), Counter())
-                elif isinstance(entry, Record):
-                    events[rank, entry.event] = (
-                        streams.get((rank, entry.stream), Counter()) | hosts[rank]
-                    )
-                elif isinstance(entry, Wait):
-                    known = streams.get((rank, entry.stream), Counter())
-                    streams[rank, entry.stream] = known | events.get((rank, entry.event), Counter())
-                else:
-                    before = streams.get((rank, entry.stream), Counter()) | hosts[rank]
-                    name, others = entry.meets
-                    own = Counter({(rank, entry.stream): 1})
-                    if waiting.get(rank) is not entry:
-                        waiting[rank], moved = entry, True
-                        met.setdefault(name, {})[rank] = before, before + own
-                    if name and others - met[name].keys():
-                        break
-                    place, after = before[rank, entry.stream] + 1, before + own
-                    for other in (
-                        others if name else ()
-                    ):  # it goes on when the others have begun, ends when they do
-                        before, after = before | met[name][other][0], after | met[name][other][1]
-                    found.append(Ordered(rank, entry, place, before))
-                    streams[rank, entry.stream] = after
-                entries.popleft()
-                moved = True
-        if not moved:
-            names = [
-                f"rank {rank} comes to {waiting[rank].name}"
-                for rank, entries in enumerate(todo)
-                if entries
+    ranks = [_Rank(number, entries, queues) for number, entries in enumerate(recordings)]
+    meetings: Meetings = defaultdict(dict)
+    spans: list[Span] = []
+    while any(rank.entries for rank in ranks):
+        # each rank, before any is asked for progress
+        progress = [rank.advance(meetings, spans) for rank in ranks]
+        if not any(progress):
+            heads = [
+                f"rank {rank.number} comes to {rank.entries[0].name}"
+                for rank in ranks
+                if rank.entries
             ]
-            raise ValueError(f"ranks do not meet: {'; '.join(names)}")
-    return found
+            raise ValueError(f"ranks do not meet: {'; '.join(heads)}")
+    return spans
 
 
-def hazards(recordings: Recordings) -> list[str]:
+def crowds(spans: Sequence[Span], transfers: Kind, *, sms: int) -> list[str]:
+    """Transfers that need more than all multiprocessors with the meetings that may run beside them.
+
+    Then one rank may begin the first of them and another rank the second one, and both wait.
+    """
+    meetings = [span for span in spans if span.work.blocks]
+    texts = []
+    for span in (span for span in meetings if transfers(span.work)):
+        beside = [o for o in meetings if o.rank == span.rank and _is_unordered(span, o)]
+        blocks = span.work.blocks + _most_blocks(beside)
+        if blocks > sms:
+            texts.append(f"rank {span.rank}: {blocks} blocks beside {span.work.name} on {sms} SMs")
+    return texts
+
+
+def _most_blocks(spans: Sequence[Span]) -> int:
+    """Blocks of those of one rank that may run at once."""
+    sums = (
+        span.work.blocks + _most_blocks([o for o in spans[i:] if _is_unordered(span, o)])
+        for i, span in enumerate(spans)
+    )
+    return max(sums, default=0)
+
+
+def hazards(spans: Sequence[Span]) -> list[str]:
     """Pairs of work of which one writes what the other reads or writes, and whose order nothing settles."""
-    works = [one for one in order(recordings) if one.work.reads or one.work.writes]
-    found = []
-    for at, one in enumerate(works):
-        for other in works[at + 1 :]:
-            kind = _clash(one.work, other.work)
-            if kind and not one.is_before(other) and not other.is_before(one):
-                if one.work.meets[0] and one.work.meets[0] == other.work.meets[0]:
-                    continue  # inside a meeting its own signals tell who is first
-                found.append(
-                    f"{kind}: {one.work.name} on stream {one.work.stream} of rank {one.rank}, "
-                    f"{other.work.name} on stream {other.work.stream} of rank {other.rank}"
-                )
-    return found
+    users = [span for span in spans if span.work.reads or span.work.writes]
+    texts = []
+    for one, other in itertools.combinations(users, 2):
+        name = one.work.meets[0]
+        if name and name == other.work.meets[0]:
+            continue  # inside a meeting its own signals tell who is first
+        kind = _clash(one.work, other.work)
+        if kind and _is_unordered(one, other):
+            texts.append(
+                f"{kind}: {one.work.name} on stream {one.work.stream} of rank {one.rank}, "
+                f"{other.work.name} on stream {other.work.stream} of rank {other.rank}"
+            )
+    return texts
+
+
+def _is_unordered(one: Span, other: Span) -> bool:
+    return one is not other and not one.is_before(other) and not other.is_before(one)
 
 
 def _clash(one: Work, other: Work) -> str:
@@ -334,32 +243,36 @@ def _clash(one: Work, other: Work) -> str:
     return ""
 
 
+def overlap(spans: Sequence[Span], transfers: Kind, computes: Kind) -> float:
+    """Share of the time of transfers, over all ranks, beside which the same rank computes."""
+    chosen = [span for span in spans if transfers(span.work)]
+    length = sum(span.end - span.begin for span in chosen)
+    return sum(_beside(span, spans, computes) for span in chosen) / length if length else 0.0
+
+
 def lost_overlap(
-    recordings: Recordings,
-    played: Played,
-    transfers: Callable[[Work], bool],
-    computes: Callable[[Work], bool],
+    recordings: Recordings, transfers: Kind, computes: Kind, *, queues: int
 ) -> list[str]:
-    """Transfers that run beside computing of their rank where queues and multiprocessors are many, and here do so for
-    less than half of that time."""
-    ideal = play(recordings, queues=256, sms=1 << 20)
-    found = []
-    for rank, (most, spans) in enumerate(zip(ideal.spans, played.spans, strict=True)):
-        possible, real = (
-            {span.work: span for span in s if transfers(span.work)} for s in (most, spans)
-        )
-        for work, span in possible.items():
-            could = _beside(span, most, computes)
-            if work in real and _beside(real[work], spans, computes) < could / 2:
-                found.append(f"rank {rank}: {work.name} could run beside computing for {could:.2f}")
-    return found
+    """Transfers that run beside computing of their rank where queues are many, and on so many for less than half of
+    that time."""
+    ideal, real = play(recordings, queues=256), play(recordings, queues=queues)
+    spans = {span.work: span for span in real}
+    texts = []
+    for span in ideal:
+        possible = _beside(span, ideal, computes) if transfers(span.work) else 0.0
+        if possible and _beside(spans[span.work], real, computes) < possible / 2:
+            texts.append(
+                f"rank {span.rank}: {span.work.name} could run beside computing for {possible:.2f}"
+            )
+    return texts
 
 
-def _beside(span: Span, spans: Sequence[Span], computes: Callable[[Work], bool]) -> float:
-    """Time of ``span`` in which ``spans`` have something that computes."""
-    total, at = 0.0, span.begin
-    for begin, end in sorted((other.begin, other.end) for other in spans if computes(other.work)):
-        begin, end = max(begin, at), min(end, span.end)
+def _beside(span: Span, spans: Sequence[Span], computes: Kind) -> float:
+    """Time of ``span`` in which its rank has something that computes among ``spans``."""
+    total, covered = 0.0, span.begin
+    works = (other for other in spans if other.rank == span.rank and computes(other.work))
+    for begin, end in sorted((other.begin, other.end) for other in works):
+        begin, end = max(begin, covered), min(end, span.end)
         if begin < end:
-            total, at = total + end - begin, end
+            total, covered = total + end - begin, end
     return total
