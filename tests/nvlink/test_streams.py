@@ -1,4 +1,4 @@
-"""What a transfer enqueues on which CUDA stream, and when, where there is no GPU: streams and events write down calls.
+"""What a transfer enqueues on which CUDA stream, and when, where there is no GPU: `streams_on_cpu` notes it.
 
 Oracle: the programming model of CUDA. A stream takes work in order; with one hardware queue work that waits for another
 stream (``wait``) stops whatever any stream enqueues later, so nothing may wait before `Transfer.wait` is called.
@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import streams_on_cpu
 import torch
 import torch.distributed as dist
+from stream_order import Record, Wait, Work
 
 from megatron_hecate.comm import groups, transfer
 from megatron_hecate.comm.groups import NcclSettings
@@ -25,60 +27,40 @@ from megatron_hecate.faults import under_way
 
 pytestmark = pytest.mark.fast
 GPU = torch.device("cuda", 0)
+BEGIN = ["compute records", "transfers waits for compute"]
 
 
 class _Gpu:
-    """Streams and events that write ``calls`` down."""
+    """A GPU whose streams note what they are told."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, connections: str | None) -> None:
-        self.calls: list[str] = []
-        self.current, self.priorities = "compute", []
-        gpu = self
-
-        class Stream:
-            priority_range = staticmethod(lambda: (0, -3))
-
-            def __init__(
-                self, device: Any = None, priority: int = 0, name: str = "transfers"
-            ) -> None:
-                self.name = name
-                gpu.priorities.append(priority)
-
-            def wait_stream(self, other: Any) -> None:
-                gpu.calls.append(f"{self.name} waits for {other.name}")
-
-            def wait_event(self, event: str) -> None:
-                gpu.calls.append(f"{self.name} waits for {event}")
-
-            def record_event(self) -> str:
-                gpu.calls.append(f"{self.name} records")
-                return f"event of {self.name}"
-
-        @contextlib.contextmanager
-        def stream(of: Any) -> Iterator[None]:
-            before, gpu.current = gpu.current, of.name
-            yield
-            gpu.current = before
-
-        def event(**_: Any) -> Any:
-            return SimpleNamespace(
-                record=lambda: None, query=lambda: True, elapsed_time=lambda _: 1.0
-            )
-
-        fake = SimpleNamespace(
-            Stream=Stream,
-            stream=stream,
-            Event=event,
-            current_stream=lambda *_: Stream(name=gpu.current),
-        )
-        monkeypatch.setattr(transfer.torch, "cuda", fake)
-        transfer.transfer_stream.cache_clear()
+        for name, value in streams_on_cpu.NAMES.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        streams_on_cpu.issued.clear()
         monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
         if connections is not None:
             monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+        transfer.transfer_stream.cache_clear()
+        self.stream = transfer.transfer_stream(GPU)
 
-    def do(self, what: str) -> None:
-        self.calls.append(f"{self.current} {what}")
+    def do(self, name: str) -> None:
+        streams_on_cpu.issued.append(Work(torch.cuda.current_stream().cuda_stream, name))
+
+    @property
+    def calls(self) -> list[str]:
+        """Work and waits so far, by stream."""
+        names = {0: "compute", self.stream.cuda_stream: "transfers"}
+        recorded = {
+            entry.event: names[entry.stream]
+            for entry in streams_on_cpu.issued
+            if isinstance(entry, Record)
+        }
+        words = {
+            Work: lambda entry: entry.name,
+            Record: lambda entry: "records",
+            Wait: lambda entry: f"waits for {recorded[entry.event]}",
+        }
+        return [f"{names[e.stream]} {words[type(e)](e)}" for e in streams_on_cpu.issued]
 
 
 @pytest.fixture(autouse=True)
@@ -104,8 +86,7 @@ def _transfer(gpu: _Gpu, *, waits: bool, timed: bool = False) -> Transfer:
 
 def test_the_stream_of_transfers_comes_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = _Gpu(monkeypatch, None)
-    transfer.transfer_stream(GPU)
-    assert gpu.priorities == [-3], "the highest that the GPU and torch have"
+    assert gpu.stream.priority == -5, "the highest that the GPU and torch have"
 
 
 @pytest.mark.parametrize("connections", [None, "1", "32"])
@@ -115,14 +96,12 @@ def test_what_is_left_to_the_wait(
 ) -> None:
     gpu = _Gpu(monkeypatch, connections)
     one = _transfer(gpu, waits=waits)
-    start = ["transfers waits for compute", "transfers posts"]
+    start = [*BEGIN, "transfers posts"]
     rest = ["transfers waits for messages"] * waits + ["transfers records"]
-    left = connections == "1" and waits
-    assert gpu.calls == start + ([] if left else rest)
+    assert gpu.calls == start + ([] if connections == "1" and waits else rest)
     one.wait()
     one.wait()
-    end = ["compute waits for event of transfers"]
-    assert gpu.calls == start + rest + end * 2
+    assert gpu.calls == start + rest + ["compute waits for transfers"] * 2
 
 
 @pytest.mark.parametrize(("connections", "times"), [("1", False), ("8", True)])
@@ -134,9 +113,8 @@ def test_a_transfer_that_is_left_to_the_wait_is_not_timed(
     one = _transfer(gpu, waits=True, timed=True)
     meter.follow(one, 1)
     one.wait()
-    assert (one.watch is not None) is times and meter.measured()[2:] == (
-        [10**6, 1] if times else [0, 0]
-    )
+    nanoseconds, copies = meter.measured()[2:]
+    assert (one.watch is not None, nanoseconds > 0, copies == 1) == (times,) * 3
     assert _transfer(gpu, waits=False, timed=True).watch, "one kernel has an end of its own"
 
 
@@ -181,10 +159,10 @@ def test_rounds_of_messages_are_posted_in_the_same_order(
     one = p2p.return_gradients(plan, [torch.zeros(4)], homes, label="layer 1")  # type: ignore[arg-type]
     first, second = ["transfers posts", "transfers waits for messages"], ["transfers posts"]
     rest = ["transfers waits for messages", "transfers adds", "transfers records"]
-    at_once = ["transfers waits for compute", *first, *second]
+    at_once = [*BEGIN, *first, *second]
     assert gpu.calls == at_once + ([] if connections == "1" else rest)
     one.wait()
-    assert gpu.calls == [*at_once, *rest, "compute waits for event of transfers"]
+    assert gpu.calls == [*at_once, *rest, "compute waits for transfers"]
 
 
 def test_both_ends_of_a_message_have_one_shape() -> None:
