@@ -1,8 +1,8 @@
 """TransformerEngine's quantize, dequantize, transpose and GEMMs of quantized operands, in torch on a CPU.
 
 They stand in for the compiled functions of ``transformer_engine_torch``: the same bytes in the same places, held by
-TE's own tensors and chosen by TE's own quantizers. Two things differ from a GPU: scales stay in the compact layout, which TE permutes
-for its GEMMs, and gradients in NVFP4 are rounded to nearest, where TE rounds them stochastically.
+TE's own tensors and chosen by TE's own quantizers. Two things differ from a GPU: scales stay in the compact layout,
+which TE permutes for its GEMMs, and gradients in NVFP4 are rounded to nearest, where TE rounds them stochastically.
 
 A GEMM decodes its operands, from the representation that a GPU would read, and multiplies in fp64: what a token gets
 does not depend on the other tokens of the GEMM.
@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tex_on_cpu
@@ -33,7 +33,7 @@ KINDS = {  # by the quantizer: where TE keeps the tensor's class, and its name
     "Float8BlockQuantizer": ("float8_blockwise", "Float8BlockwiseQTensor"),
     "NVFP4Quantizer": ("nvfp4", "NVFP4Tensor"),
 }
-E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+PARTS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
 
 
 def install() -> None:
@@ -103,15 +103,6 @@ def fp8_transpose(data: Tensor, dtype: Any, *, out: Tensor | None = None) -> Ten
     return transposed if out is None else out.copy_(transposed)
 
 
-def te_general_grouped_gemm(
-    a: Sequence[Any], transa: bool, b: Sequence[Any], transb: bool, *rest: Any
-) -> Any:
-    """Also of plain operands, where a layer is not quantized."""
-    left = [decode(x, columnwise=not transa) for x in a]
-    right = [decode(x, columnwise=transb) for x in b]
-    return tex_on_cpu.te_general_grouped_gemm(left, transa, right, transb, *rest)
-
-
 def _check_alignment(*read: Tensor) -> None:
     """As cuBLAS does for data and scales of GEMMs in fp8 and fp4."""
     for tensor in read:
@@ -134,28 +125,28 @@ def decode(tensor: Any, *, columnwise: bool) -> Tensor:
     data, scale = _flat(getattr(tensor, f"_{side}_data")), getattr(tensor, f"_{side}_scale_inv")
     _check_alignment(data, scale)
     if hasattr(tensor, "_fp4_dtype"):
-        codes = torch.stack([data & 15, data >> 4], dim=-1).flatten(1)
-        values = torch.cat([E2M1, -E2M1]).double()[codes.long()]
-        blocks = scale.view(torch.float8_e4m3fn).double()[: len(values), : values.shape[1] // NV]
-        amax = getattr(tensor, f"_amax_{side}").double()
-        values = values * blocks.repeat_interleave(NV, dim=1) * (amax / (6.0 * 448.0))
+        from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import cast_from_fp4x2
+
+        amax = getattr(tensor, f"_amax_{side}").double() / (6.0 * 448.0)
+        values = cast_from_fp4x2(data, torch.float64) * amax
+        values *= _spread(scale.view(torch.float8_e4m3fn), (1, NV), values)
         return values.t() if columnwise else values
     values = data.view(FP8[int(tensor._fp8_dtype)]).double()
-    rows, columns = values.shape
     if not hasattr(tensor, "_is_2D_scaled"):  # MXFP8
         powers = torch.exp2(scale.double() - 127)
-        if columnwise:
-            return values * powers.repeat_interleave(MX, dim=0)[:rows, :columns]
-        return values * powers.repeat_interleave(MX, dim=1)[:rows, :columns]
+        return values * _spread(powers, (MX, 1) if columnwise else (1, MX), values)
     if tensor._is_2D_scaled:
-        wide = (
-            scale.double()
-            .repeat_interleave(BLOCK, dim=0)
-            .repeat_interleave(BLOCK, dim=1)[:rows, :columns]
-        )
+        values *= _spread(scale, (BLOCK, BLOCK), values)
     else:  # scales of one row's blocks stand in a column
-        wide = scale.double().t().repeat_interleave(BLOCK, dim=1)[:rows, :columns]
-    return (values * wide).t() if columnwise else values * wide
+        values *= _spread(scale.t(), (1, BLOCK), values)
+    return values.t() if columnwise else values
+
+
+def _spread(scale: Tensor, tile: tuple[int, int], values: Tensor) -> Tensor:
+    """The scale of each of ``values`` [M, K], from those of its tiles."""
+    for dim, length in enumerate(tile):
+        scale = scale.repeat_interleave(length, dim=dim)
+    return scale[: values.shape[0], : values.shape[1]].to(values.dtype)
 
 
 def _flat(data: Tensor) -> Tensor:
@@ -202,34 +193,43 @@ def _encode(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.clamp(-LARGEST[dtype], LARGEST[dtype]).to(dtype).view(torch.uint8)
 
 
+def _encode_tiles(
+    x: Tensor, tile: tuple[int, int], quantizer: Any, scale_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """``x`` [M, K] in bytes, and the scale by which each tile was multiplied, from its largest value."""
+    (m, k), (high, wide), dtype = x.shape, tile, FP8[int(quantizer.dtype)]
+    whole = pad(x, (0, -k % wide, 0, -m % high))
+    tiles = whole.view(len(whole) // high, high, whole.shape[1] // wide, wide)
+    scale = scale_of(tiles.abs().amax(dim=(1, 3)))
+    data = _encode(tiles * scale[:, None, :, None], dtype)
+    return data.view(whole.shape)[:m, :k].contiguous(), scale
+
+
 def _mxfp8(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
-    dtype = FP8[int(quantizer.dtype)]
+    largest = LARGEST[FP8[int(quantizer.dtype)]]
 
-    def rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        blocks = matrix.view(len(matrix), matrix.shape[1] // MX, MX)
-        amax = blocks.abs().amax(dim=-1) * torch.tensor(1 / LARGEST[dtype])
-        bits = amax.view(torch.int32)
-        exponent = ((bits >> 23) + ((bits & 0x7FFFFF) != 0)).clamp(
-            max=254
-        )  # rounded up to a power of two
-        scaled = blocks * torch.where(exponent == 0, 1.0, torch.exp2(127.0 - exponent)).unsqueeze(
-            -1
-        )
-        return _encode(scaled, dtype).view(matrix.shape), exponent.to(torch.uint8)
+    def scale_of(amax: Tensor) -> Tensor:
+        """A power of two, rounded up, whose biased exponent is stored."""
+        mantissa, exponent = torch.frexp(amax * torch.tensor(1 / largest))
+        biased = (exponent + 127 - (mantissa == 0.5).int()).clamp(0, 254) * (amax > 0)
+        return torch.exp2(127.0 - biased)
 
-    parts: dict[str, Tensor | None] = dict.fromkeys(
-        ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-    )
-    if rowwise:
-        data, scale = rows(x)
-        parts.update(rowwise_data=data, rowwise_scale_inv=_padded(scale, 128, 4))
-    if columnwise:
-        data, scale = rows(x.t().contiguous())
-        parts.update(
-            columnwise_data=data.t().contiguous(),
-            columnwise_scale_inv=_padded(scale.t().contiguous(), 4, 128),
-        )
+    parts: dict[str, Tensor | None] = dict.fromkeys(PARTS)
+    for side, matrix in _sides(x, rowwise, columnwise):
+        data, scale = _encode_tiles(matrix, (1, MX), quantizer, scale_of)
+        exponents = _padded((127 - torch.log2(scale)).round().to(torch.uint8), 128, 4)
+        if side == "columnwise":
+            data, exponents = data.t().contiguous(), exponents.t().contiguous()
+        parts[f"{side}_data"], parts[f"{side}_scale_inv"] = data, exponents
     return parts
+
+
+def _sides(x: Tensor, rowwise: bool, columnwise: bool) -> Iterator[tuple[str, Tensor]]:
+    """The matrices whose rows are quantized."""
+    if rowwise:
+        yield "rowwise", x
+    if columnwise:
+        yield "columnwise", x.t().contiguous()
 
 
 def _per_tensor(
@@ -264,80 +264,40 @@ def _scale(amax: Tensor, power_of_two: bool, least: float, largest: float) -> Te
 def _blockwise(
     x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool
 ) -> dict[str, Tensor | None]:
-    dtype = FP8[int(quantizer.dtype)]
-    flat = quantizer.block_scaling_dim == 2
+    largest, is_2d = LARGEST[FP8[int(quantizer.dtype)]], quantizer.block_scaling_dim == 2
 
-    def rows(matrix: Tensor) -> tuple[Tensor, Tensor]:
-        m, k = matrix.shape
-        wide = pad(matrix, (0, -k % BLOCK, 0, -m % BLOCK if flat else 0))
-        high = BLOCK if flat else 1
-        tiles = wide.view(len(wide) // high, high, wide.shape[1] // BLOCK, BLOCK)
-        amax = tiles.abs().amax(dim=(1, 3))
-        scale = _scale(amax, quantizer.force_pow_2_scales, quantizer.amax_epsilon, LARGEST[dtype])
-        data = _encode(tiles * scale[:, None, :, None], dtype).view(wide.shape)[:m, :k].contiguous()
+    def scale_of(amax: Tensor) -> Tensor:
+        return _scale(amax, quantizer.force_pow_2_scales, quantizer.amax_epsilon, largest)
+
+    parts: dict[str, Tensor | None] = dict.fromkeys(PARTS)
+    for side, matrix in _sides(x, rowwise, columnwise):
+        tile = (BLOCK if is_2d else 1, BLOCK)
+        parts[f"{side}_data"], scale = _encode_tiles(matrix, tile, quantizer, scale_of)
         inverse = scale.reciprocal()
-        return data, _padded(inverse if flat else inverse.t().contiguous(), 1, 4)
-
-    parts: dict[str, Tensor | None] = dict.fromkeys(
-        ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv")
-    )
-    if rowwise:
-        parts["rowwise_data"], parts["rowwise_scale_inv"] = rows(x)
-    if columnwise:
-        parts["columnwise_data"], parts["columnwise_scale_inv"] = rows(x.t().contiguous())
+        parts[f"{side}_scale_inv"] = _padded(inverse if is_2d else inverse.t(), 1, 4)
     return parts
 
 
 def _nvfp4(x: Tensor, quantizer: Any, rowwise: bool, columnwise: bool) -> dict[str, Tensor | None]:
-    def rows(matrix: Tensor, amax: Tensor) -> tuple[Tensor, Tensor]:
-        m, k = matrix.shape
-        high = NV if quantizer.with_2d_quantization else 1
-        wide = pad(matrix, (0, 0, 0, -m % high))
-        tiles = wide.view(len(wide) // high, high, k // NV, NV)
-        overall = (torch.tensor(448.0 * 6.0) / amax).clamp(max=torch.finfo(torch.float32).max)
-        overall = torch.where(overall == 0, 1.0, overall)
-        block = tiles.abs().amax(dim=(1, 3)) * (overall * torch.tensor(1 / 6.0))
-        block = block.clamp(max=448.0).to(torch.float8_e4m3fn)
-        encode = (1.0 / (block.float() * (1.0 / overall))).clamp(max=torch.finfo(torch.float32).max)
-        scaled = (tiles * encode[:, None, :, None]).clamp(-6.0, 6.0).reshape(wide.shape)[:m]
-        scale = block.view(torch.uint8).repeat_interleave(high, dim=0)[:m]
-        return _e2m1(scaled), _padded(scale, 128, 4)
+    """By the reference in TE's own tests."""
+    from transformer_engine.pytorch.custom_recipes.reference_nvfp4 import NVFP4QuantizerRef
+    from transformer_engine.pytorch.custom_recipes.reference_utils import Fp4Formats
 
-    names = ("data", "scale_inv")
-    parts: dict[str, Tensor | None] = {
-        f"{side}_{n}": None for side in ("rowwise", "columnwise") for n in names
+    reference = NVFP4QuantizerRef(
+        Fp4Formats.E2M1,
+        rowwise,
+        columnwise,
+        quant_tile_shape=(NV if quantizer.with_2d_quantization else 1, NV),
+        with_rht=quantizer.with_rht,
+    )
+    *sides, amax_rowwise, amax_columnwise = reference._quantize(x)
+    for i in (1, 3):
+        sides[i] = None if sides[i] is None else _padded(sides[i].view(torch.uint8), 128, 4)
+    return {
+        **dict(zip(PARTS, sides, strict=True)),
+        "amax_rowwise": amax_rowwise if rowwise else None,
+        "amax_columnwise": amax_columnwise if columnwise else None,
     }
-    parts.update(amax_rowwise=None, amax_columnwise=None)
-    for side, used, matrix in (
-        ("rowwise", rowwise, x),
-        ("columnwise", columnwise, x.t().contiguous()),
-    ):
-        if used:
-            if side == "columnwise" and quantizer.with_rht:
-                matrix = _rotate(matrix)
-            amax = matrix.abs().amax().view(1) if matrix.numel() else torch.zeros(1)
-            parts[f"{side}_data"], parts[f"{side}_scale_inv"] = rows(matrix, amax)
-            parts[f"amax_{side}"] = amax
-    return parts
-
-
-def _e2m1(values: Tensor) -> Tensor:
-    """Two codes per byte; ties go to the even code."""
-    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
-    size = values.abs().unsqueeze(-1)
-    up = torch.tensor([False, True, False, True, False, True, False])
-    code = ((size > bounds) | (up & (size == bounds))).sum(dim=-1).to(torch.uint8)
-    code += 8 * ((values < 0) & (size[..., 0] > 0)).to(torch.uint8)
-    return code[:, ::2] + code[:, 1::2] * 16
-
-
-def _rotate(x: Tensor) -> Tensor:
-    """The random Hadamard transform of TE over each 16 of a row of ``x`` [M, K], in bf16. It is orthogonal: a product
-    over rotated rows is that over the rows themselves."""
-    from transformer_engine.pytorch.tensor.nvfp4_tensor import get_rht_matrix
-
-    rotated = x.reshape(-1, NV).double() @ get_rht_matrix(True, "cpu").double()
-    return rotated.to(torch.bfloat16).float().view(x.shape)
 
 
 def _padded(scale: Tensor, rows: int, columns: int) -> Tensor:
@@ -384,14 +344,11 @@ def fp8_block_scaling_partial_cast(
     block: int,
     dtype: Any,
 ) -> None:
-    wide = (
-        scale.repeat_interleave(block, dim=0)
-        .repeat_interleave(block, dim=1)[:rows, :columns]
-        .reshape(-1)
-    )
+    wide = _spread(scale, (block, block), torch.empty(rows, columns)).reshape(-1)
     out.copy_(_encode(part.float().view(-1) * wide[start : start + part.numel()], FP8[int(dtype)]))
 
 
+tex_on_cpu.operand = decode
 tex_on_cpu.FUNCTIONS.update(
     {
         function.__name__: function
@@ -400,7 +357,6 @@ tex_on_cpu.FUNCTIONS.update(
             split_quantize,
             bgrad_quantize,
             fp8_transpose,
-            te_general_grouped_gemm,
             compute_amax,
             multi_tensor_compute_scale_and_scale_inv,
             fp8_block_scaling_compute_partial_amax,

@@ -1,15 +1,14 @@
 """The compiled half of TransformerEngine (``transformer_engine_torch``, "tex") in plain torch.
 
 Functions here do real arithmetic with the arguments TE's own Python passes. Any other name exists, because TE names
-many when it is imported, but raises when it is called. `FUNCTIONS` is what the module offers; `operand` turns what TE
-multiplies into a plain matrix, and whoever adds quantized tensors adds to both (``quantizers_on_cpu``).
+many when it is imported, but raises when it is called. `FUNCTIONS` is what the module offers.
 """
 
 from __future__ import annotations
 
 import enum
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,25 +87,14 @@ _missing: dict[str, _Missing] = {}
 
 
 def operand(tensor: Any, *, columnwise: bool) -> Tensor:
-    """What a GEMM multiplies.
+    """What a GEMM multiplies: a plain tensor. `quantizers_on_cpu` has another function here.
 
     Args:
         tensor: a plain tensor, or one that TE quantized.
         columnwise: whether the GEMM reads the quantized data that runs along columns.
-
-    Raises:
-        NotImplementedError: for a quantized tensor while `quantized_operand` is not set.
     """
-    if isinstance(tensor, Tensor) and type(tensor) in (Tensor, torch.nn.Parameter):
-        return tensor.detach()
-    if quantized_operand is None:
-        raise NotImplementedError(
-            f"tests/support/cpu/tex_on_cpu.py multiplies plain tensors, and this is a {type(tensor)}"
-        )
-    return quantized_operand(tensor, columnwise=columnwise)
-
-
-quantized_operand: Callable[..., Tensor] | None = None
+    assert type(tensor) in (Tensor, torch.nn.Parameter), f"{type(tensor)} needs quantizers_on_cpu"
+    return tensor.detach()
 
 
 def product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
@@ -138,6 +126,7 @@ def te_general_grouped_gemm(
     assert TORCH[DType(out_dtype)] is out[0].dtype, (out_dtype, out[0].dtype)
     parts = list(out[0].split(list(m_splits))) if single_output else list(out)
     for x, y, part, own_bias in zip(a, b, parts, bias, strict=True):
+        x, y = operand(x, columnwise=not transa), operand(y, columnwise=transb)
         if y.numel() == 0 or x.numel() == 0:
             if not accumulate:
                 part.zero_()
@@ -149,7 +138,7 @@ def te_general_grouped_gemm(
             value = value + own_bias
         _write(part, value, accumulate)
         if own_bias.numel() and grad:
-            own_bias.copy_(operand(y, columnwise=transb).sum(dim=0))
+            own_bias.copy_(y.sum(dim=0))
     return bias
 
 
@@ -168,7 +157,7 @@ def generic_gemm(
     if bias is not None and not grad:
         value = value + bias
     elif bias is not None:
-        bias_grad = operand(b, columnwise=transb).sum(dim=0)
+        bias_grad = operand(b, columnwise=transb).sum(dim=0).to(bias.dtype)
     if out is None:
         shape = (*b.shape[:-1], value.shape[-1]) if not transb else value.shape
         dtype = value.dtype if out_dtype is None else TORCH[DType(out_dtype)]
