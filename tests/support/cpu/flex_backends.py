@@ -1,10 +1,10 @@
 """The three libraries behind Megatron's ``flex`` dispatcher, on CPU ranks: DeepEP, HybridEP and TransformerEngine's
 NCCL EP.
 
-`install` puts them where ``megatron.core.transformer.moe.fused_a2a`` imports them. Parameter names, returned tuples
-and layouts are those of the real Python (``deep_ep.Buffer``, ``deep_ep.HybridEPBuffer`` of the branch hybrid-ep,
-``transformer_engine.pytorch.ep`` as Megatron 0.19 calls it); what their kernels do is done by gathering all tokens.
-Like the real ones they hold on to what the first call told them: `CALLS` says what that was.
+`install` puts them where ``megatron.core.transformer.moe.fused_a2a`` imports them. Returned tuples and layouts are those
+of the real Python (``deep_ep.Buffer``, ``deep_ep.HybridEPBuffer`` of the branch hybrid-ep,
+``transformer_engine.pytorch.ep`` as Megatron 0.19 calls it); what their kernels do is done by gathering all tokens. Like
+the real ones they hold on to what the first call told them: `CALLS` says what that was.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import importlib
 import sys
 import types
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 CALLS: list[tuple[str, dict[str, Any]]] = []
+TE = "transformer_engine.pytorch"
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -58,9 +60,8 @@ class _ByExpert:
         self.group, self.shape = group, routing_map.shape
         tokens = torch.bincount(expert[:budget], minlength=num_local)
         self.counts = (tokens + pad - 1) // pad * pad
-        shift = (self.counts - tokens).cumsum(0) - (
-            self.counts - tokens
-        )  # rows of zeros before each expert's own
+        padding = self.counts - tokens
+        shift = padding.cumsum(0) - padding  # rows of zeros before each expert's own
         self.at = torch.arange(len(self.token)) + shift[expert[:budget]]
         self.rows = int(self.counts.sum()) if budget is None else budget
 
@@ -68,11 +69,9 @@ class _ByExpert:
         return x.new_zeros(self.rows, *x.shape[1:]).index_copy_(0, self.at, x)
 
     def dispatch(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        weights = (
-            None
-            if probs is None
-            else self._padded(_gather(probs, self.group)[self.token, self.column])
-        )
+        weights = None
+        if probs is not None:
+            weights = self._padded(_gather(probs, self.group)[self.token, self.column])
         return self._padded(_gather(x, self.group)[self.token]), weights
 
     def combine(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -93,8 +92,7 @@ class HybridEPBuffer:
         hidden_dim: int,
         max_num_of_tokens_per_rank: int,
         num_local_experts: int,
-        use_fp8: bool = False,
-        **sms: int,
+        **_: Any,
     ) -> None:
         CALLS.append(("HybridEPBuffer", dict(num_local_experts=num_local_experts)))
         self.group, self.num_local_experts, self.hidden_dim = group, num_local_experts, hidden_dim
@@ -114,23 +112,16 @@ class HybridEPBuffer:
     ) -> tuple:
         assert hidden.shape[1] == self.hidden_dim and scaling_factor is None
         if handle is None:
-            assert num_of_experts_per_rank == self.num_local_experts, (
-                "the real one allocates its buffer anew"
-            )
+            num_local = self.num_local_experts
+            assert num_of_experts_per_rank == num_local, "the real one allocates its buffer anew"
             budget = num_permuted_tokens if non_blocking else None
-            pad = pad_multiple or 1
-            rows = _ByExpert(routing_map, self.group, num_of_experts_per_rank, budget, pad=pad)
+            rows = _ByExpert(routing_map, self.group, num_local, budget, pad=pad_multiple or 1)
             handle = (rows, rows.overflow)
         x, weights = handle[0].dispatch(hidden, probs)
         return x, weights, None, handle[0].counts, handle
 
     def combine_with_unpermute(
-        self,
-        *,
-        hidden: Tensor,
-        probs: Tensor | None = None,
-        handle: tuple | None = None,
-        pad_multiple: int | None = None,
+        self, *, hidden: Tensor, handle: tuple, probs: Tensor | None = None, **_: Any
     ) -> tuple:
         return handle[0].combine(hidden, probs)
 
@@ -146,9 +137,7 @@ class _Config:
 class Buffer:
     """DeepEP's: a token travels once to a rank, whatever the number of its experts there."""
 
-    def __init__(
-        self, group: dist.ProcessGroup, num_nvl_bytes: int = 0, num_rdma_bytes: int = 0
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, num_nvl_bytes: int, num_rdma_bytes: int) -> None:
         CALLS.append(("Buffer", dict(num_nvl_bytes=num_nvl_bytes)))
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
 
@@ -162,46 +151,32 @@ class Buffer:
         self,
         x: Tensor,
         handle: tuple | None = None,
-        num_tokens_per_rank: Tensor | None = None,
-        num_tokens_per_rdma_rank: Tensor | None = None,
-        is_token_in_rank: Tensor | None = None,
         num_tokens_per_expert: Tensor | None = None,
         topk_idx: Tensor | None = None,
         topk_weights: Tensor | None = None,
-        **events: Any,
+        **_: Any,
     ) -> tuple:
+        x = _gather(x, self.group)
         if handle is not None:
-            token, _ = handle
-            return _gather(x, self.group)[token], None, None, None, None, _Event()
+            return x[handle[0]], None, None, None, None, _Event()
         assert topk_idx.dtype == torch.int64 and topk_weights.dtype == torch.float32
         num_local = int(num_tokens_per_expert) // self.group.size()
         local = _gather(topk_idx, self.group) - self.group.rank() * num_local
-        here = (local >= 0) & (local < num_local)
-        (token,) = here.any(dim=1).nonzero(as_tuple=True)
-        local, weights = (
-            local.where(here, -1)[token],
-            _gather(topk_weights, self.group).where(here, 0.0)[token],
-        )
+        is_here = (local >= 0) & (local < num_local)
+        (token,) = is_here.any(dim=1).nonzero(as_tuple=True)
+        local = local.where(is_here, -1)[token]
+        weights = _gather(topk_weights, self.group).where(is_here, 0.0)[token]
         counts = torch.bincount(local[local >= 0], minlength=num_local).tolist()
-        return (
-            _gather(x, self.group)[token],
-            local,
-            weights,
-            counts,
-            (token, len(x) * self.group.size()),
-            _Event(),
-        )
+        return x[token], local, weights, counts, (token, len(x)), _Event()
 
     def combine(
-        self, x: Tensor, handle: tuple, topk_weights: Tensor | None = None, **events: Any
+        self, x: Tensor, handle: tuple, topk_weights: Tensor | None = None, **_: Any
     ) -> tuple:
         token, tokens = handle
 
         def back(rows: Tensor) -> Tensor:
-            return _sum_own(
-                rows.new_zeros(tokens, rows.shape[1]).index_add_(0, token, rows.detach()),
-                self.group,
-            )
+            total = rows.new_zeros(tokens, rows.shape[1])
+            return _sum_own(total.index_add_(0, token, rows.detach()), self.group)
 
         return back(x), None if topk_weights is None else back(topk_weights), _Event()
 
@@ -211,43 +186,13 @@ class _Event:
     def current_stream_wait(self) -> None: ...
 
 
-class _EpBuffer:
-    """One of TransformerEngine's, for a dispatch and its combine."""
-
-    def __init__(
-        self,
-        top_k: int,
-        max_tokens_per_rank: int,
-        hidden_dim: int,
-        num_local_experts: int,
-        recv_capacity_per_rank: int | None,
-        alignment: int = 0,
-    ) -> None:
-        group, num_experts = _Bootstrapped.state
-        assert num_local_experts * group.size() == num_experts, (
-            "the group was bootstrapped for others"
-        )
-        self.group, self.num_local, self.capacity = group, num_local_experts, recv_capacity_per_rank
-        self.total_recv_tokens = torch.zeros(1, dtype=torch.int64)
-
-
-class _Bootstrapped:
-    state: tuple[dist.ProcessGroup, int]
-
-
 class _EpDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, buffer: _EpBuffer) -> tuple:
-        table = (len(x), buffer.group.size() * buffer.num_local)
-        routing_map = torch.zeros(table, dtype=torch.bool).scatter_(1, chosen, True)
-        probs = torch.zeros(table).scatter_(1, chosen, weights.detach())
-        ctx.rows = buffer.rows = _ByExpert(
-            routing_map, buffer.group, buffer.num_local, buffer.capacity
-        )
-        assert not buffer.rows.overflow, "the real one traps"
-        buffer.total_recv_tokens[0] = buffer.rows.wanted
-        ctx.chosen = chosen
-        return *buffer.rows.dispatch(x, probs), buffer.rows.counts
+    def forward(ctx: Any, x: Tensor, weights: Tensor, chosen: Tensor, rows: _ByExpert) -> tuple:
+        assert not rows.overflow, "the real one traps"
+        ctx.rows, ctx.chosen = rows, chosen
+        probs = torch.zeros(rows.shape).scatter_(1, chosen, weights.detach())
+        return *rows.dispatch(x, probs), rows.counts
 
     @staticmethod
     def backward(ctx: Any, x: Tensor, weights: Tensor, counts: Any) -> tuple:
@@ -257,66 +202,43 @@ class _EpDispatch(torch.autograd.Function):
 
 class _EpCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, buffer: _EpBuffer) -> Tensor:
-        ctx.rows = buffer.rows
-        return buffer.rows.combine(x, None)[0]
+    def forward(ctx: Any, x: Tensor, rows: _ByExpert) -> Tensor:
+        ctx.rows = rows
+        return rows.combine(x, None)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple:
         return ctx.rows.dispatch(grad, None)[0], None
 
 
-def te_ep() -> types.ModuleType:
-    """``transformer_engine.pytorch.ep``."""
-    module = types.ModuleType("transformer_engine.pytorch.ep")
+class _Ep(types.ModuleType):
+    """``transformer_engine.pytorch.ep``, whose ``EpBuffer`` is for one dispatch and its combine."""
+
+    _BOOTSTRAPPED = False
+    EpBuffer = types.SimpleNamespace
 
     def ep_bootstrap(
-        ep_group: dist.ProcessGroup,
-        num_experts: int,
-        max_tokens_per_rank: int,
-        recv_capacity_per_rank: int | None,
-        hidden_dim: int,
-        max_num_sms: int = 0,
-        zero_copy: bool = False,
-        num_topk: int = 0,  # with Megatron 0.20, and so is
-        drop_on_overflow: bool = False,
+        self, group: dist.ProcessGroup, *, num_experts: int, recv_capacity_per_rank: Any, **_: Any
     ) -> None:
-        CALLS.append(
-            (
-                "ep_bootstrap",
-                dict(num_experts=num_experts, recv_capacity_per_rank=recv_capacity_per_rank),
-            )
-        )
-        module._BOOTSTRAPPED, _Bootstrapped.state = True, (ep_group, num_experts)
+        sizes = dict(num_experts=num_experts, recv_capacity_per_rank=recv_capacity_per_rank)
+        CALLS.append(("ep_bootstrap", sizes))
+        self._BOOTSTRAPPED, self.group, self.num_experts = True, group, num_experts
 
     def ep_dispatch(
-        buffer: _EpBuffer,
-        tokens: Tensor,
-        topk_idx: Tensor,
-        topk_weights: Tensor,
-        *,
-        recv_tokens: Tensor | None = None,
-        recv_topk_weights: Tensor | None = None,
+        self, buffer: Any, x: Tensor, topk_idx: Tensor, topk_weights: Tensor, **_: Any
     ) -> tuple:
         assert topk_idx.dtype == torch.int64 and topk_weights.dtype == torch.float32
-        return _EpDispatch.apply(tokens, topk_weights, topk_idx, buffer)
+        num_local, capacity = buffer.num_local_experts, buffer.recv_capacity_per_rank
+        assert num_local * self.group.size() == self.num_experts, "bootstrapped for others"
+        routing_map = torch.zeros(len(x), self.num_experts, dtype=torch.bool)
+        routing_map.scatter_(1, topk_idx, True)
+        buffer.rows = _ByExpert(routing_map, self.group, num_local, capacity)
+        buffer.total_recv_tokens = torch.tensor([buffer.rows.wanted])
+        return _EpDispatch.apply(x, topk_weights, topk_idx, buffer.rows)
 
-    def ep_combine(
-        buffer: _EpBuffer,
-        expert_out: Tensor,
-        num_local_tokens: int | None = None,
-        grad_out: Tensor | None = None,
-    ) -> Tensor:
-        assert buffer.capacity is None or len(expert_out) == buffer.capacity
-        return _EpCombine.apply(expert_out, buffer)
-
-    module._BOOTSTRAPPED, module.EpBuffer = False, _EpBuffer
-    module.ep_bootstrap, module.ep_dispatch, module.ep_combine = (
-        ep_bootstrap,
-        ep_dispatch,
-        ep_combine,
-    )
-    return module
+    def ep_combine(self, buffer: Any, x: Tensor, **_: Any) -> Tensor:
+        assert buffer.recv_capacity_per_rank in (None, len(x))
+        return _EpCombine.apply(x, buffer.rows)
 
 
 def valid(settings: dict[str, Any]) -> dict[str, Any]:
@@ -342,25 +264,11 @@ def install() -> None:
     deep_ep, utils = types.ModuleType("deep_ep"), types.ModuleType("deep_ep.utils")
     deep_ep.Buffer, deep_ep.HybridEPBuffer, deep_ep.utils = Buffer, HybridEPBuffer, utils
     utils.EventHandle = utils.EventOverlap = _Event
-    te, pytorch = (
-        types.ModuleType("transformer_engine"),
-        types.ModuleType("transformer_engine.pytorch"),
-    )
-    pytorch.ep = te_ep()
-    found = {"deep_ep": deep_ep, "deep_ep.utils": utils}
-    found |= {
-        "transformer_engine": te,
-        "transformer_engine.pytorch": pytorch,
-        "transformer_engine.pytorch.ep": pytorch.ep,
-    }
-    before = {name: sys.modules.get(name) for name in found}
-    sys.modules.update(found)
-    importlib.reload(fused_a2a)
-    for name, module in before.items():
-        if module is None:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = module
+    te = {name: types.ModuleType(name) for name in ("transformer_engine", TE)}
+    te[TE].ep = _Ep(f"{TE}.ep")
+    modules = {"deep_ep": deep_ep, "deep_ep.utils": utils, f"{TE}.ep": te[TE].ep, **te}
+    with mock.patch.dict(sys.modules, modules):
+        importlib.reload(fused_a2a)
     for name in vars(fused_a2a):
         if name in vars(token_dispatcher) and not name.startswith("_"):
             setattr(token_dispatcher, name, getattr(fused_a2a, name))
@@ -368,10 +276,9 @@ def install() -> None:
 
 def forget() -> None:
     """A new model would be a new process."""
-    import flex_backends
     from megatron.core.transformer.moe import fused_a2a
 
-    flex_backends.CALLS.clear()
+    CALLS.clear()
     fused_a2a._buffer = fused_a2a._hybrid_ep_buffer = None
     if hasattr(fused_a2a, "te_ep"):  # not in 0.16
         fused_a2a.te_ep._BOOTSTRAPPED = False
