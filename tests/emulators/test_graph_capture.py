@@ -10,7 +10,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -26,8 +28,6 @@ def _mask_of_a_tensor(x: Any) -> Any:
 
 
 def _in_the_backward(x: Any) -> Any:
-    import torch
-
     class Scale(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, value: Any) -> Any:
@@ -43,43 +43,30 @@ def _in_the_backward(x: Any) -> Any:
 
 
 def _python_data(x: Any) -> Any:
-    import torch
-
     return x * torch.tensor([1.0, 2.0, 3.0, 4.0])
 
 
 def _number_of_the_device(x: Any) -> Any:
-    import torch
-
     sizes = torch.tensor([2, 2])  # on the host alone this is fine
     return x * sizes.sum().item() * x.sum().item()
 
 
 def _python_data_on_the_device(x: Any) -> Any:
-    import torch
-
     return x * torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda")
 
 
 def _from_numpy(x: Any) -> Any:
-    import numpy as np
-    import torch
-
     table = torch.empty_like(x)
     table.copy_(torch.from_numpy(np.arange(4, dtype=np.float32)), non_blocking=True)
     return x + table
 
 
 def _synchronize(x: Any) -> Any:
-    import torch
-
     torch.cuda.synchronize()
     return x * 2
 
 
 def _wait_for_an_event(x: Any) -> Any:
-    import torch
-
     y = x * 2
     event = torch.cuda.Event()
     event.record()
@@ -88,15 +75,11 @@ def _wait_for_an_event(x: Any) -> Any:
 
 
 def _other_stream(x: Any) -> Any:
-    import torch
-
     with torch.cuda.stream(torch.cuda.Stream()):
         return x * 2
 
 
 def _never_joined(x: Any) -> Any:
-    import torch
-
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -105,8 +88,6 @@ def _never_joined(x: Any) -> Any:
 
 
 def _earlier_work(x: Any) -> Any:
-    import torch
-
     torch.cuda.current_stream().wait_event(BEFORE["event"])
     return x * 2
 
@@ -146,7 +127,6 @@ FAULTS: list[tuple[Callable, str]] = [
 @ranks(1)
 def test_every_planted_fault_is_caught_and_named() -> None:
     import graphs_on_cpu
-    import torch
     from graph_capture import Graph, not_in_graphs
     from streams_on_cpu import CaptureError
 
@@ -172,7 +152,6 @@ def test_every_planted_fault_is_caught_and_named() -> None:
 @ranks(1)
 def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
     import graphs_on_cpu
-    import torch
     from streams_on_cpu import CaptureError
 
     graphs_on_cpu.install()
@@ -206,7 +185,6 @@ def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
 @ranks(1)
 def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None:
     import graphs_on_cpu
-    import torch
     from graph_capture import Graph
 
     graphs_on_cpu.install()

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from stream_order import (
-    HostWait,
-    Record,
-    Wait,
-    Work,
-    crowds,
-    hazards,
-    lost_overlap,
-    overlap,
-    play,
-)
+from stream_order import HostWait, Record, Wait, Work, beside, crowds, hazards, play
 
 pytestmark = pytest.mark.fast
 BOTH = frozenset({0, 1})
@@ -23,42 +13,34 @@ def _is_transfer(work: Work) -> bool:
     return work.name.startswith("spAG")
 
 
-def _is_compute(work: Work) -> bool:
-    return work.name.startswith("mm")
-
-
 def _meeting(stream: int, name: str, *, blocks: int = 16) -> Work:
-    return Work(stream, name, 1.0, blocks, (name, BOTH))
+    return Work(stream, name, blocks, (name, BOTH))
 
 
-def _times(*recordings: list, queues: int = 32) -> dict[str, tuple[float, float]]:
-    """When the works of rank 0 begin and end."""
-    spans = play(recordings, queues=queues)
-    return {span.work.name: (span.begin, span.end) for span in spans if span.rank == 0}
-
-
-def test_streams_and_queues() -> None:
-    """Two streams of two works each; on one queue the second stream waits behind the first one's second work."""
-    entries = [Work(0, "a", 2.0), Work(0, "b", 2.0), Work(7, "c", 1.0), Work(7, "d", 1.0)]
-    assert _times(entries) == {"a": (0, 2), "b": (2, 4), "c": (0, 1), "d": (1, 2)}
-    assert _times(entries, queues=1) == {"a": (0, 2), "b": (2, 4), "c": (2, 3), "d": (3, 4)}
-
-
-def test_events_order_streams_and_the_host() -> None:
-    head = [Work(0, "a", 2.0), Record(0, 1), Wait(7, 1), Work(7, "b")]
-    entries = [*head, Record(7, 2), HostWait(2), Work(9, "c")]
-    assert _times(entries) == {"a": (0, 2), "b": (2, 3), "c": (3, 4)}
-    a, b, c = play([entries])
-    assert a.is_before(b) and b.is_before(c) and a.is_before(c)
-    assert not c.is_before(a) and not b.is_before(a)
+def test_streams_and_events_order_work_and_the_host() -> None:
+    entries = [Work(0, "a"), Work(0, "b"), Record(0, 1), Work(0, "c"), Work(7, "d"), Wait(7, 1)]
+    works = play([[*entries, Work(7, "e"), Record(7, 2), HostWait(2), Work(9, "f")]])
+    pairs = {
+        one.work.name + other.work.name for one in works for other in works if one.is_before(other)
+    }
+    assert pairs == {"ab", "ac", "ae", "af", "bc", "be", "bf", "de", "df", "ef"}
+    assert [other.work.name for other in beside(works[2], works, _is_any)] == ["d", "e", "f"]
     # waited for before it was recorded
-    d, e = play([[Wait(7, 5), Work(7, "d"), Record(0, 5), Work(0, "e")]])
-    assert not d.is_before(e) and not e.is_before(d)
+    one, other = play([[Wait(7, 5), Work(7, "a"), Record(0, 5), Work(0, "b")]])
+    assert one.is_beside(other)
+
+
+def _is_any(work: Work) -> bool:
+    return True
 
 
 def test_a_meeting_ends_when_all_have_begun() -> None:
-    late = [Work(0, "slow", 5.0), Record(0, 1), Wait(7, 1), _meeting(7, "spAG")]
-    assert _times([_meeting(7, "spAG")], late) == {"spAG": (0, 6)}
+    late = [Work(0, "slow"), Record(0, 1), Wait(7, 1), _meeting(7, "spAG")]
+    works = play([[_meeting(7, "spAG"), Work(7, "next"), Work(8, "other")], late])
+    slow, *after = (
+        next(one for one in works if one.work.name == name) for name in ("slow", "next", "other")
+    )
+    assert [slow.is_before(one) for one in after] == [True, False]
 
 
 def test_ranks_that_do_not_meet() -> None:
@@ -82,19 +64,6 @@ def test_a_transfer_that_may_find_no_multiprocessors_is_named(settled: bool) -> 
     assert sorted(crowds(spans, _is_transfer, sms=needed - 1)) == [
         f"rank {rank}: {needed} blocks beside spAG on {needed - 1} SMs" for rank in range(2)
     ]
-
-
-def test_lost_overlap_is_named() -> None:
-    """A third stream's wait keeps the transfer from starting before the attention ends, on one queue alone."""
-    head = [Work(0, "mm attention", 4.0), Record(0, 1), Wait(9, 1), Work(9, "spread", 0.1)]
-    recordings, kinds = [[*head, Work(7, "spAG", 2.0)]], (_is_transfer, _is_compute)
-    assert lost_overlap(recordings, *kinds, queues=32) == []
-    assert lost_overlap(recordings, *kinds, queues=1) == [
-        "rank 0: spAG could run beside computing for 2.00"
-    ]
-    assert [overlap(play(recordings, queues=n), *kinds) for n in (32, 1)] == [1.0, 0.0]
-    ordered = [[Work(0, "mm", 4.0), Record(0, 1), Wait(7, 1), Work(7, "spAG", 2.0)]]
-    assert not lost_overlap(ordered, *kinds, queues=1), "it could never run beside it"
 
 
 @pytest.mark.parametrize("settled", [False, True])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import ranks
-from stream_order import Recordings, Wait, Work, crowds, hazards, lost_overlap, overlap, play
+from stream_order import Recordings, Wait, Work, beside, crowds, hazards, play
 
 pytestmark = pytest.mark.newest
 
@@ -82,13 +82,10 @@ def test_an_iteration(lifetime: str, sms: int) -> None:
 def _check(recordings: Recordings, *, sms: int) -> None:
     works = [entry for entries in recordings for entry in entries if isinstance(entry, Work)]
     assert any(map(_fetches, works)) and any(map(_returns, works)) and any(map(_computes, works))
-    spans = play(recordings)
-    assert hazards(spans) == []
-    assert crowds(spans, _is_transfer, sms=sms) == []
+    played = play(recordings)
+    assert hazards(played) == [] and crowds(played, _is_transfer, sms=sms) == []
     assert hazards(play(_without_waits_for_transfers(recordings))), (
         "nothing waited for transfers, and nothing was found"
     )
-    lost = {n: lost_overlap(recordings, _is_transfer, _computes, queues=n) for n in (32, 1)}
-    assert lost[32] == [], "with queues enough, whatever may overlap does"
-    assert overlap(spans, _fetches, _computes) > 0.5
-    assert lost[1], "one queue loses overlap, which the message at switch-on says"
+    hidden = [bool(beside(one, played, _computes)) for one in played if _fetches(one.work)]
+    assert sum(hidden) > len(hidden) / 2, "most fetches may run beside GEMMs"

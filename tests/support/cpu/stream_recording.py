@@ -4,8 +4,6 @@ Work is every ATen operation that is no view, every launch of our kernels, and e
 group, as NCCL's are, which waits for the current one. ``.item()`` is a wait of the host, and so is every synchronization
 of a stream or an event. Memory is followed where it lives for longer than a step: buffers of
 replicas, on all ranks, parameters and main gradients. ``.cpu()`` and ``.tolist()`` cannot be seen.
-
-Lengths are units, not times: a GEMM takes 1, a transfer 2, a collective 1, everything else next to nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +28,7 @@ from megatron_hecate.nvlink import peers
 from megatron_hecate.nvlink.launch import TransferKernels
 from megatron_hecate.nvlink.program import COPY, SOURCE, SUM, TRANSFER
 
-GEMMS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm", "aten::_scaled_dot_product")
 PRIVATE = 1 << 56  # addresses of memory that one rank alone sees
-GEMM, TRANSFERRED, COLLECTIVE, SMALL = 1.0, 2.0, 1.0, 0.01
 COLLECTIVE_BLOCKS = 8  # of NCCL's kernels, which wait for other ranks as well
 
 
@@ -71,10 +67,10 @@ class Recording(TorchDispatchMode):
         self._is_on = False
         return list(streams_on_cpu.issued)
 
-    def _note(self, name: str, length: float, **fields: Any) -> None:
+    def _note(self, name: str, **fields: Any) -> None:
         if self._is_on:
             stream = torch.cuda.current_stream().cuda_stream
-            streams_on_cpu.issued.append(Work(stream, name, length, **fields))
+            streams_on_cpu.issued.append(Work(stream, name, **fields))
 
     def __torch_dispatch__(
         self, op: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -92,7 +88,6 @@ class Recording(TorchDispatchMode):
         if (name != "aten::set_" and op._schema.is_mutable) or (is_new and "empty" not in name):
             self._note(
                 name.removeprefix("aten::"),
-                GEMM if name in GEMMS else SMALL,
                 reads=self._memory(inputs),
                 writes=self._memory(written(op, args, kwargs or {})),
             )
@@ -133,7 +128,7 @@ class Recording(TorchDispatchMode):
         begin = arguments[0].value
         program = self._programs.get(begin)
         if program is None:
-            self._note(name, SMALL)
+            self._note(name)
             return
         transfer = program[: TRANSFER.itemsize].view(TRANSFER)[0]
         bits = int(transfer["peers"][0]) | int(transfer["peers"][1]) << 64
@@ -142,7 +137,6 @@ class Recording(TorchDispatchMode):
         reads, writes = self._moved(program, begin, is_sum=kind == "spRS") if kind else ((), ())
         self._note(
             f"{kind or name} {transfer['begin']}",
-            TRANSFERRED if kind else SMALL,
             blocks=blocks,
             meets=(f"{name} {transfer['begin']}", frozenset(ranks | {self._rank})),
             reads=tuple(reads),
@@ -189,7 +183,6 @@ class Recording(TorchDispatchMode):
         with torch.cuda.stream(stream):
             self._note(
                 name.removeprefix("c10d::"),
-                COLLECTIVE,
                 blocks=COLLECTIVE_BLOCKS,
                 meets=(key, frozenset(dist.get_process_group_ranks(group))),
                 reads=memory,
