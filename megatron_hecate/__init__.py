@@ -130,12 +130,7 @@ def release(model: Any) -> int:
         RuntimeError: while gradients of replicas wait to return to their homes.
     """
     prefetcher = _prefetcher(model)
-    if prefetcher is None:
-        return 0
-    # the import loads Megatron
-    from megatron_hecate.step.memory_release import release_memory
-
-    return release_memory(prefetcher)
+    return 0 if prefetcher is None else prefetcher.release_memory()
 
 
 def iteration_begins(model: Any) -> None:

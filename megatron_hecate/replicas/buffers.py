@@ -235,44 +235,45 @@ class Buffer:
 
 
 class BufferPool:
-    """All buffers of a rank.
+    """All buffers of a rank, which `allocate` makes before their first use.
 
     Args:
         transport: allocator of the buffers, in memory that it can access.
-        layers: sizes of every layer on this rank, by index.
         lifetime: lifetime of the replicas.
-        device: device of the layers.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        layers: Sequence[LayerBuffer],
-        lifetime: str,
-        *,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, transport: Transport, lifetime: str) -> None:
         self.transport = transport
-        self.layers = layers
         self.lifetime = lifetime
-        sizes = BufferSizes.plan(layers, lifetime)
-        with lasting_tensors():
-            memory = transport.allocate(sizes.total, layers, device)
-            buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
+        # Sizes of every layer on this rank, by index; none without memory.
+        self.layers: Sequence[LayerBuffer] = ()
         # Bytes that `release` frees.
-        self.nbytes = sizes.total + transport.extra_bytes(layers)
-        self._weights = buffers[: len(sizes.weights)]
-        self._grads = buffers[len(sizes.weights) :]
+        self.nbytes = 0
         self.reset_because = ""
+        self._weights: list[Buffer] = []
+        self._grads: list[Buffer] = []
         Attempt.current().at_end(self.release)
 
+    def allocate(self, layers: Sequence[LayerBuffer], device: torch.device) -> None:
+        """Allocate buffers for ``layers``, all MoE layers of this rank, on ``device``. Collective.
+
+        Call it before the activations, which would use up free memory.
+        """
+        sizes = BufferSizes.plan(layers, self.lifetime)
+        with lasting_tensors():
+            memory = self.transport.allocate(sizes.total, layers, device)
+            buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
+        self.layers = layers
+        self.nbytes = sizes.total + self.transport.extra_bytes(layers)
+        self._weights = buffers[: len(sizes.weights)]
+        self._grads = buffers[len(sizes.weights) :]
+
     def release(self) -> None:
-        """Free the memory: at the end of the job's attempt, or until another pool is made."""
+        """Free the memory: at the end of the job's attempt, or until `allocate`."""
         for buffer in (*self._weights, *self._grads):
             buffer.release()
         self.transport.release()
         self.nbytes = 0
-        # no layers have room here any more
         self.layers = ()
 
     def weights(self, layer: int) -> Buffer:

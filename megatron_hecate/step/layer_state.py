@@ -9,7 +9,6 @@ import dataclasses
 import operator
 import sys
 from collections import deque
-from collections.abc import Callable
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -27,10 +26,8 @@ from megatron_hecate.megatron.rules import SettingSources
 from megatron_hecate.megatron.training_state import Forward, name_of_layer
 from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
-from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.replicas.slots import ReplicaSlots
-from megatron_hecate.replicas.trained_parts import TrainedParts
 from megatron_hecate.routing.rerouter import Rerouter
 from megatron_hecate.step.layer_parts import LayerParts
 
@@ -95,9 +92,8 @@ class LayerState(Uncopied):
         self.running: ForwardPass | None = None
         # Homes of the next forward, joined before the attention in front of the layer.
         self.joined_homes: tuple[PendingGradients, Tensor] | None = None
-        self._slots: ReplicaSlots | None = None
-        # Trained parameters of all ranks' experts in this iteration; ``None`` if all are trained.
-        self.trained: Callable[[], TrainedParts | None] = lambda: None
+        # The layer's slots in the buffers of the model; ``None`` before they are allocated.
+        self.slots: ReplicaSlots | None = None
         # The last placement whose transfers were prepared early, and the transfers.
         self._early: tuple[Placement, TransferPlan] | None = None
         # Version counters of the homes' weights at the last fetch.
@@ -205,14 +201,6 @@ class LayerState(Uncopied):
         self._last_cost = (shape, fetch, hidden, cost)
         return cost
 
-    def slots_in(self, pool: BufferPool) -> ReplicaSlots:
-        """Return the layer's replica slots in the buffers of ``pool``."""
-        if self._slots is None or self._slots.pool is not pool:
-            self._slots = ReplicaSlots(
-                self.index, self.parts.experts, pool, self.name, self.trained
-            )
-        return self._slots
-
     def check_agreement(self, placement: Placement) -> None:
         """Check that a new placement is valid and equal on all ranks.
 
@@ -236,9 +224,9 @@ class LayerState(Uncopied):
 
     def prepare_transfers(self, placement: Placement) -> None:
         """Prepare the transfers of ``placement``, a possible plan, in any thread."""
-        if placement.num_replicas and self._slots is not None:
+        if placement.num_replicas and self.slots is not None:
             transfers = TransferPlan.from_placement(placement, self.group.rank())
-            self.transport.prepare(transfers, self._slots.sizes)
+            self.transport.prepare(transfers, self.slots.sizes)
             self._early = (placement, transfers)
 
     def _transfers(self, placement: Placement) -> TransferPlan | None:

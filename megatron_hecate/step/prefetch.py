@@ -29,8 +29,9 @@ from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.parameter_gathers import finish_gathers, gathers_params, start_gathers
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import Forward
-from megatron_hecate.replicas.buffers import FETCHED_TOGETHER, LIFETIMES
+from megatron_hecate.replicas.buffers import FETCHED_TOGETHER, LIFETIMES, BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
+from megatron_hecate.replicas.slots import ReplicaSlots
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.detect import Detector
 from megatron_hecate.step.gradient_returns import GradientReturns
@@ -38,7 +39,6 @@ from megatron_hecate.step.late_replicas import LateReplicas
 from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast
 from megatron_hecate.step.layer_state import LayerState, Uncopied
 from megatron_hecate.step.load_monitor import LoadMonitor
-from megatron_hecate.step.model_buffers import ModelBuffers
 from megatron_hecate.step.model_check import check_experts, check_model
 from megatron_hecate.step.trained_experts import TrainedExperts
 
@@ -78,8 +78,6 @@ class Prefetcher(Uncopied, StepEvents):
         self._routes = routes
         self.meter = OverlapMeter()
         self._trained = TrainedExperts(states)
-        for state in states:
-            state.trained = partial(self._trained.of_layer, state.index)
         self.monitor = LoadMonitor(
             (len(states), max(state.parts.homes_only.num_experts for state in states)),
             states[0].rerouter.sources,
@@ -98,7 +96,7 @@ class Prefetcher(Uncopied, StepEvents):
         self.rehoming: Rehoming | None = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
-        self.buffers = ModelBuffers(states)
+        self.pool = BufferPool(states[0].transport, states[0].config.lifetime)
         self._planner = LayerPlanner(states, clock=self.clock, routes=routes, meter=self.meter)
         self.late = LateReplicas(self._fetch, self._planner, self.clock)
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
@@ -119,7 +117,8 @@ class Prefetcher(Uncopied, StepEvents):
             self.clock.begin_before(first.index)
             self._prepare(first, is_alone=True)
         elif first.config.slots:
-            self.buffers.pool()
+            if not self.pool.layers:
+                self._allocate()
             start_gathers(experts)
 
     def end_chunk(self, *_: Any) -> None:
@@ -201,7 +200,7 @@ class Prefetcher(Uncopied, StepEvents):
             self._planner.early.start(
                 self.states, self.monitor, self.meter, self.clock.counted_microbatches or 1
             )
-        self.buffers.unbind()
+        self.pool.unbind()
 
     def _enter_chunk(self, chunk: int) -> None:
         """Begin a forward of a model chunk."""
@@ -282,7 +281,7 @@ class Prefetcher(Uncopied, StepEvents):
         """Begin to fetch the planned replicas, for one microbatch or for the whole iteration."""
         try:
             replicas = Replicas(
-                state.slots_in(self.buffers.pool()),
+                state.slots,
                 state.placement,
                 state.current.transfers,
                 passes=state.parts.passes,
@@ -324,7 +323,7 @@ class Prefetcher(Uncopied, StepEvents):
         if not self.clock.is_repeated:
             self.returns.begin_iteration(self.clock.microbatches)
         here.iteration = iteration
-        self.buffers.begin_iteration(self.clock.ended_because)
+        self.pool.reset(self.clock.ended_because)
         if any(state.current.transfers is not None for state in self.states):
             self.meter.fetched()
         for state in self.states:
@@ -336,4 +335,40 @@ class Prefetcher(Uncopied, StepEvents):
             self.rehoming.iteration_begins(iteration)
         self._trained.begin_iteration(self.monitor.num_frozen)
         if self.states[0].config.slots:
-            self.buffers.pool()
+            self._allocate()
+
+    def _allocate(self) -> None:
+        """Allocate the buffers, unless they have room for the parameters as they are now."""
+        layers = [state.parts.buffer(state.config.slots) for state in self.states]
+        if layers == self.pool.layers:
+            return
+        self.pool.allocate(layers, next(self._experts[0].parameters()).device)
+        for state in self.states:
+            trained = partial(self._trained.of_layer, state.index)
+            state.slots = ReplicaSlots(
+                state.index, state.parts.experts, self.pool, state.name, trained
+            )
+
+    def release_memory(self) -> int:
+        """Free all buffers on this rank; the next iteration allocates them again.
+
+        Returns:
+            Bytes freed; 0 if none were allocated.
+
+        Raises:
+            RuntimeError: while gradients of replicas wait to return to their homes.
+        """
+        waiting = sorted(r.label for r in self.returns.live if r.is_accumulating)
+        if waiting:
+            raise RuntimeError(
+                f"FSSDP: megatron_hecate.release(model) while gradients of replicas wait "
+                f"({', '.join(waiting)}); call it after the optimizer's step, or after "
+                "finish_grad_sync() or zero_grad_buffer() of every model chunk"
+            )
+        freed = self.pool.nbytes
+        if freed:
+            self.clock.end_iteration("memory was released")
+            # Waits for transfers that use the memory.
+            self.pool.reset("memory was released")
+            self.pool.release()
+        return freed

@@ -71,7 +71,8 @@ def _slots(
         LayerBuffer(slots=1, elements=h[0].numel(), dtype=h[0].dtype, homes=len(h)) for h in homes
     ]
     transport = P2P(group or dist.group.WORLD, timeout=30)
-    pool = BufferPool(transport, layers, lifetime, device=torch.device("cpu"))
+    pool = BufferPool(transport, lifetime)
+    pool.allocate(layers, torch.device("cpu"))
     return [ReplicaSlots(i, _Experts(h), pool, f"layer {i + 1}") for i, h in enumerate(homes)]
 
 

@@ -349,7 +349,7 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
     ]
     assert record.info.memory["weights"] == sum(own)
     if slots:
-        pool = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.buffers.allocated
+        pool = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.pool
         for name, buffers in (("replica_weights", pool._weights), ("replica_grads", pool._grads)):
             assert record.info.memory[name] == sum(buffer._memory.nbytes for buffer in buffers)
     if settings.get("late_replicas"):
