@@ -13,7 +13,8 @@ from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.layer_replicas import Replicas
 
-NO_ITERATION: int = -1
+# Before the first iteration, 0, and none that it can repeat.
+NO_ITERATION: int = -2
 
 
 @dataclasses.dataclass(slots=True, eq=False)

@@ -102,10 +102,9 @@ class EarlyPlans:
         self.stop()
         # A new list, because a stopped thread may still use the old one.
         futures = self._futures = [Future() for _ in states]
-        # The main thread changes the originals.
+        # The main thread changes the original.
         meter = copy.copy(meter)
         history = monitor.history
-        placed = [(state, state.homes, state.planned) for state in states]
         peek = monitor.peek()
 
         def plan_all() -> None:
@@ -114,16 +113,15 @@ class EarlyPlans:
                     return
             load, measured = sums
             meter.agree(measured)
-            forecast = monitor.extend_early(history, load).forecast()
-            for future, (state, homes, previous) in zip(futures, placed, strict=True):
+            forecast = history.extended(load).forecast()
+            for future, state in zip(futures, states, strict=True):
                 if thread.stopping.is_set():
                     return
                 if not future.set_running_or_notify_cancel():
                     continue
                 try:
-                    layer_forecast = forecast[state.index, : homes.num_experts]
-                    cost = state.copy_cost(microbatches, meter)
-                    inputs = PlanInputs(layer_forecast, homes, state.world, cost, previous)
+                    layer_forecast = forecast[state.index, : state.homes.num_experts]
+                    inputs = PlanInputs.for_layer(state, layer_forecast, microbatches, meter)
                     placement = inputs.plan()
                     future.set_result((inputs, placement))
                 except BaseException as error:

@@ -33,8 +33,6 @@ class LoadHistory:
     def __init__(self) -> None:
         # Tokens of the last iteration, [L, E].
         self.last: np.ndarray | None = None
-        # Result of `forecast`, computed once.
-        self._forecast: np.ndarray | None = None
         # Square roots of the last loads, and the expected next roots, [L, E].
         self._roots: deque[np.ndarray] = deque(maxlen=3)
         self._expected: np.ndarray | None = None
@@ -57,7 +55,6 @@ class LoadHistory:
             load: tokens per layer and expert, summed over the group, [L, E].
         """
         self.last = load
-        self._forecast = None
         roots = np.sqrt(load.astype(np.float64))
         self._roots.append(roots)
         if len(self._roots) == 3:
@@ -75,10 +72,10 @@ class LoadHistory:
 
     def forecast(self) -> np.ndarray | None:
         """Return the expected tokens [L, E], or ``None`` before the first iteration."""
-        if self._forecast is None and self._expected is not None:
-            expected = self._expected**2
-            total = expected.sum(axis=-1, keepdims=True)
-            last = self.last.sum(axis=-1, keepdims=True)
-            scale = np.divide(last, total, out=np.zeros_like(total), where=total > 0)
-            self._forecast = expected * scale
-        return self._forecast
+        if self._expected is None:
+            return None
+        expected = self._expected**2
+        total = expected.sum(axis=-1, keepdims=True)
+        last = self.last.sum(axis=-1, keepdims=True)
+        scale = np.divide(last, total, out=np.zeros_like(total), where=total > 0)
+        return expected * scale

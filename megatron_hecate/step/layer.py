@@ -128,7 +128,7 @@ class FSSDPLayer:
             late = (
                 state.config.late_replicas > 0
                 and running.purpose is Forward.MICROBATCH
-                and self.prefetcher.late.are_due(state)
+                and self.prefetcher.planner.awaits_late_replicas(state)
             )
         if captured and state.always_physical and rerouter.placed is None:
             # graphs are warmed up and captured before the first iteration places replicas
@@ -159,7 +159,7 @@ class FSSDPLayer:
     def _add_late_replicas(self, running: ForwardPass, loads: Tensor) -> bool:
         """Add late replicas to a forward where they pay; return whether it has any replicas."""
         state = self.fssdp
-        running.replicas = self._as_span("late", self.prefetcher.late.add, state, loads)
+        running.replicas = self._as_span("late", self.prefetcher.add_late, state, loads)
         if running.replicas is not None:
             state.place(running.replicas)
         return running.replicas is not None

@@ -1,16 +1,21 @@
-"""Planner of one model's layers: one plan per layer, for an iteration or for a microbatch."""
+"""Planner of one model's layers: one plan per layer, for an iteration or for a microbatch.
+
+Late replicas are planned after the gate, where the true loads of a microbatch make them pay.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
-from megatron_hecate.plan import Placement
+from megatron_hecate.plan import Placement, add_late_replicas
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
 from megatron_hecate.step.layer_state import LayerState
@@ -83,9 +88,17 @@ class LayerPlanner:
             if not self.is_paused:
                 self._unlogged_until = RemovableHandle.next_id
 
-    def knows_loads(self, index: int) -> bool:
-        """Return whether a layer needs no late replicas: planned for true loads, or without any."""
-        return self._routes.are_known[index] or self.is_paused
+    def awaits_late_replicas(self, state: LayerState) -> bool:
+        """Return whether the running forward may get late replicas.
+
+        It must be the first to compute with its layer's replicas, which must not be planned for
+        true loads already.
+        """
+        if self._routes.are_known[state.index] or self.is_paused:
+            return False
+        if state.keeps_replicas:
+            return self._clock.forwards(state.index) == 0
+        return not self._clock.is_within_microbatch(state.index)
 
     def plan_from(self, index: int, forecast: np.ndarray | None, *, is_alone: bool = False) -> None:
         """Plan layer ``index`` and the next layers of its chunk, unless the layer is planned.
@@ -109,8 +122,8 @@ class LayerPlanner:
     def _plan(self, state: LayerState, forecast: np.ndarray | None) -> Placement:
         if self.is_paused:
             return state.homes
-        if self._clock.is_repeated and (repeated := state.repeated_placement()) is not None:
-            return repeated
+        if self._clock.is_repeated and state.current.number == self._clock.iteration - 1:
+            return state.planned
         layer_forecast, microbatches = self._routes.forecast(
             state, forecast, self._clock.microbatches or 1
         )
@@ -120,3 +133,27 @@ class LayerPlanner:
         placement = self.early.plan(state.index, inputs)
         state.check_agreement(placement)
         return placement
+
+
+def plan_late(state: LayerState, loads: Tensor) -> Placement:
+    """Add replicas to the layer's placement where they pay for one microbatch.
+
+    Args:
+        state: state of the layer.
+        loads: tokens of the microbatch per source and expert, [N, E].
+
+    Returns:
+        The layer's placement itself if no further replica pays.
+    """
+    shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
+    placement = add_late_replicas(
+        # The only synchronization of the host with the device.
+        loads.sum(dim=0).cpu().numpy(),
+        state.placement,
+        state.world,
+        cost=shape.copy_cost(state.world),
+        max_copies=state.config.late_replicas,
+        across_nodes=state.config.speeds is not None,
+    )
+    state.check_agreement(placement)
+    return placement

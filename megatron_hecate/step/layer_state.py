@@ -100,15 +100,9 @@ class LayerState(Uncopied):
         self.fetched_versions: list[int] = []
         # Sizes by number of microbatches and `in_schedule`.
         self._shapes: dict[tuple[int, bool], LayerShape] = {}
-        # Of the last `copy_cost`: sizes, seconds of one fetch, hidden fetches, result.
-        self._last_cost: tuple[LayerShape, float, float, CopyCost] | None = None
         # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
         # a thread without the schedule's stack.
         self.in_schedule = True
-        # Placements of the running iteration and of the last one: one each, or one for each
-        # microbatch whose loads are known.
-        self._placements: list[Placement] = []
-        self._last_placements: list[Placement] = []
         # Replicas of the microbatches whose backward has not run, one entry per pass, oldest first:
         # Megatron's schedules preserve the order.
         self._in_flight: deque[Replicas | None] = deque()
@@ -171,34 +165,23 @@ class LayerState(Uncopied):
         # change `in_schedule` meanwhile.
         key = (microbatches, self.in_schedule)
         if key not in self._shapes:
-            self._shapes[key] = self._shape(*key)
+            self._shapes[key] = self.parts.shape(
+                self.config.lifetime, microbatches=microbatches, in_schedule=key[1]
+            )
         return self._shapes[key]
-
-    def _shape(self, microbatches: int, in_schedule: bool) -> LayerShape:
-        return self.parts.shape(
-            self.config.lifetime, microbatches=microbatches, in_schedule=in_schedule
-        )
 
     def copy_cost(self, microbatches: int, meter: OverlapMeter) -> CopyCost:
         """Return the cost of replicas that serve ``microbatches``."""
         shape = self.shape(microbatches)
         degree = self.config.overlap_degree
-        # Read once: the planning thread also calls this method.
-        last = self._last_cost
-        if last is not None and last[0] is not shape:
-            last = None
-        fetch = shape.fetch_seconds(self.world) if last is None else last[1]
         hidden = 0.0
         # Measured times differ from run to run, so deterministic mode does without.
         if degree is None and not self.parts.layer.config.deterministic_mode:
-            hidden = meter.degree(fetch)
-        if last is not None and last[2] == hidden:
-            return last[3]
+            hidden = meter.degree(shape.fetch_seconds(self.world))
         cost = shape.copy_cost(self.world, hidden=hidden, scatters=self.transport.scatters)
         if degree is not None:
             # The given number of fetches is hidden, and is the upper bound.
             cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
-        self._last_cost = (shape, fetch, hidden, cost)
         return cost
 
     def check_agreement(self, placement: Placement) -> None:
@@ -214,7 +197,6 @@ class LayerState(Uncopied):
 
     def set_placement(self, placement: Placement, iteration: int) -> None:
         """Set the placement of a new iteration, or of its next microbatch."""
-        self._placements.append(placement)
         self.current = LayerIteration(placement, placement, iteration, self._transfers(placement))
 
     def extend_placement(self, placement: Placement) -> None:
@@ -259,9 +241,6 @@ class LayerState(Uncopied):
         self.homes = homes
         self.always_physical = True
         self.current = LayerIteration(homes, homes)
-        # Placements with the old homes cannot be repeated.
-        self._placements = []
-        self._last_placements = []
 
     def replicas_of(self, purpose: Forward) -> Replicas | None:
         """Return the replicas of a forward.
@@ -303,11 +282,6 @@ class LayerState(Uncopied):
         """True if the backward of a microbatch with replicas of its own has not run."""
         return any(replicas is not None for replicas in self._in_flight)
 
-    def repeated_placement(self) -> Placement | None:
-        """Return the placement of the last iteration at this point, if there was one."""
-        index = len(self._placements)
-        return self._last_placements[index] if index < len(self._last_placements) else None
-
     def skip_stock_backward(self) -> bool:
         """Return whether the oldest microbatch ran stock code, and forget it then.
 
@@ -336,9 +310,7 @@ class LayerState(Uncopied):
         if self.parts.experts.delayed is not None:
             self.parts.experts.drop_delayed()
             self.parts.experts.unsettled = None
-        self._last_placements = self._placements
-        self._placements = []
         last = self.current
-        self.current = LayerIteration(last.placement, last.planned)
+        self.current = LayerIteration(last.placement, last.planned, last.number)
         self.joined_homes = None
         self.end_forward()

@@ -167,8 +167,6 @@ class LoadMonitor:
         self._stream: torch.cuda.Stream | None = None
         # A new object in every iteration.
         self.history = LoadHistory()
-        # A history, and the same one with the expected sum in flight appended, see `extend_early`.
-        self._extended: tuple[LoadHistory, LoadHistory] | None = None
         # Its measurements are summed with the loads.
         self.recorder: LoadRecorder | None = None
 
@@ -256,32 +254,11 @@ class LoadMonitor:
             sums = self._reduced.read()
             self._reduced = None
             load = sums[: self._size].reshape(self._shape)
-            self.history = self._extend(load)
+            self.history = self.history.extended(load)
             *measured, self.num_frozen = sums[self._size :][:_INCLUDED].tolist()
             self._meter.agree(measured)
             if self.recorder is not None:
                 self.recorder.take(load, sums[self._size + _INCLUDED :])
-
-    def extend_early(self, history: LoadHistory, load: np.ndarray) -> LoadHistory:
-        """Return ``history`` extended by ``load``, with its forecast, in any thread.
-
-        If it was made from the current history and ``load`` is the sum in flight, the copy becomes
-        the history: `collect` then takes less time.
-        """
-        extended = history.extended(load)
-        extended.forecast()
-        self._extended = (history, extended)
-        return extended
-
-    def _extend(self, load: np.ndarray) -> LoadHistory:
-        """Return the history extended by ``load``."""
-        early = self._extended
-        self._extended = None
-        if early is not None:
-            base, extended = early
-            if base is self.history and np.array_equal(extended.last, load):
-                return extended
-        return self.history.extended(load)
 
     def collect_ready(self) -> bool:
         """Collect a sum that has arrived, without waiting; return whether none is in flight."""

@@ -35,8 +35,7 @@ from megatron_hecate.replicas.slots import ReplicaSlots
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.detect import Detector
 from megatron_hecate.step.gradient_returns import GradientReturns
-from megatron_hecate.step.late_replicas import LateReplicas
-from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast
+from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast, plan_late
 from megatron_hecate.step.layer_state import LayerState, Uncopied
 from megatron_hecate.step.load_monitor import LoadMonitor
 from megatron_hecate.step.model_check import check_experts, check_model
@@ -97,8 +96,7 @@ class Prefetcher(Uncopied, StepEvents):
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
         self.pool = BufferPool(states[0].transport, states[0].config.lifetime)
-        self._planner = LayerPlanner(states, clock=self.clock, routes=routes, meter=self.meter)
-        self.late = LateReplicas(self._fetch, self._planner, self.clock)
+        self.planner = LayerPlanner(states, clock=self.clock, routes=routes, meter=self.meter)
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
         self.find_conflicts: Callable[[], list[str]] | None = list
 
@@ -197,7 +195,7 @@ class Prefetcher(Uncopied, StepEvents):
     def gradients_reduced(self) -> None:
         """Start to sum the iteration's loads, and to plan the next iteration."""
         if self.monitor.start_reduce() and self.states[0].config.slots:
-            self._planner.early.start(
+            self.planner.early.start(
                 self.states, self.monitor, self.meter, self.clock.counted_microbatches or 1
             )
         self.pool.unbind()
@@ -252,7 +250,7 @@ class Prefetcher(Uncopied, StepEvents):
             next_states = self._ahead[state.index]
             following = self._experts[next_states[0].index] if next_states else None
             finish_gathers(self._experts[state.index], following)
-        self._planner.plan_from(state.index, self.forecast, is_alone=is_alone)
+        self.planner.plan_from(state.index, self.forecast, is_alone=is_alone)
         current = state.current
         is_first = current.fetched_epoch is None
         if is_first:
@@ -296,6 +294,28 @@ class Prefetcher(Uncopied, StepEvents):
         replicas.start()
         return replicas
 
+    def add_late(self, state: LayerState, loads: Tensor) -> Replicas | None:
+        """Fetch more replicas of a layer if its true loads make further copies pay.
+
+        Replicas that microbatches have computed with stay unchanged until the iteration ends.
+
+        Args:
+            state: state of the layer.
+            loads: tokens of the microbatch per source and expert, [N, E].
+
+        Returns:
+            The replicas of the running forward.
+        """
+        current = state.current
+        placement = plan_late(state, loads)
+        if placement is not current.placement:
+            state.extend_placement(placement)
+            if current.replicas is None:
+                current.replicas = self._fetch(state)
+            else:
+                current.replicas.add_late(placement, current.transfers)
+        return current.replicas
+
     def is_last_backward(self, replicas: Replicas, microbatches: int) -> bool:
         return self.returns.is_last(self.states[replicas.slots.index], microbatches)
 
@@ -319,7 +339,7 @@ class Prefetcher(Uncopied, StepEvents):
         if self.clock.microbatches is None:
             # No iteration has been counted yet.
             self.clock.microbatches = training_state.num_microbatches()
-        self._planner.begin_iteration()
+        self.planner.begin_iteration()
         if not self.clock.is_repeated:
             self.returns.begin_iteration(self.clock.microbatches)
         here.iteration = iteration

@@ -9,7 +9,6 @@ def declare() -> None:
     """What must run for every microbatch, and so never inside a graph."""
     from graph_capture import not_in_graphs
 
-    from megatron_hecate.step.late_replicas import LateReplicas
     from megatron_hecate.step.prefetch import Prefetcher
 
     for name in (
@@ -17,6 +16,6 @@ def declare() -> None:
         "materialize",
         "dispatched",
         "begin_chunk",
+        "add_late",
     ):
         not_in_graphs(Prefetcher, name)
-    not_in_graphs(LateReplicas, "add")
