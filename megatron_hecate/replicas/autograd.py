@@ -33,7 +33,6 @@ from torch.nn import Parameter
 from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.replicas.buffers import Buffer
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
-from megatron_hecate.replicas.trained_parts import apply_group_rule
 
 
 class PendingGradients:
@@ -161,7 +160,7 @@ class PendingGradients:
         flags = [[p.requires_grad for p in home] for home in (self.homes[0], self.homes[index])]
         if False not in flags[0] and False not in flags[1]:
             return flags[1]
-        return apply_group_rule(np.array(flags), self.layout)[1].tolist()
+        return self.layout.computed(np.array(flags))[1].tolist()
 
     def main_grads(self, index: int) -> list[Tensor] | None:
         if self._is_hooked(index):

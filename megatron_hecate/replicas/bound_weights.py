@@ -29,7 +29,7 @@ class BoundWeights:
         homes: parameters of this rank's own experts, expert by expert.
         replicas: parameters of each slot.
         layout: layout of an expert's parameters in a chunk.
-        trained: for each weight, whether it gets gradients, see `ReplicaSlots.trained_weights`;
+        trained: for each weight, whether it gets gradients, see `ReplicaSlots.computes_gradients`;
             ``None`` if no expert of the layer is trained.
         grads: gradient accumulators of fused GEMMs, [elements] per slot; ``None`` where no GEMM is
             fused.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -50,6 +51,18 @@ class ChunkLayout:
     def has_biases(self) -> bool:
         """True if any parameter is a vector."""
         return any(len(shape) == 1 for shape in self.shapes)
+
+    def computed(self, requires_grad: np.ndarray) -> np.ndarray:
+        """Return which parameters get gradients, from ``requires_grad`` [..., H, parts].
+
+        TransformerEngine's grouped GEMM computes no gradients if its first weight is frozen. If its
+        gradients are fused and the first weight is trained, it computes those of frozen weights,
+        too.
+        """
+        if not self.is_grouped:
+            return requires_grad
+        first = requires_grad[..., :1, :]
+        return np.where(self.fused, first, requires_grad & first)
 
     def views(self, chunk: Tensor) -> list[Tensor]:
         """Return the parameters in one ``chunk`` [elements], as views."""

@@ -217,13 +217,13 @@ class Replicas:
         if bound is not None and bound.transfers is self.transfers:
             return bound
         slots.experts.wait_for_values()
-        is_trained = slots.is_trained
+        is_trained = slots.is_trained()
         bound = BoundWeights(
             self.transfers,
             slots.experts.homes(),
             [slots.experts.weights_in(chunk) for chunk in self.buffer.new_weights(sizes)],
             layout=slots.experts.layout,
-            trained=slots.trained_weights(self.transfers) if is_trained else None,
+            trained=slots.computes_gradients(self.transfers) if is_trained else None,
             grads=self._grads() if slots.experts.layout.fuses_any and is_trained else None,
         )
         # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
@@ -253,7 +253,7 @@ class Replicas:
         if not self.are_kept:
             self._events.backward_begins(self)
         self.wait()
-        if not self.slots.is_trained:
+        if not self.slots.is_trained():
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif self.state is not ReplicaState.ACCUMULATING:
@@ -325,7 +325,7 @@ class Replicas:
             return
         # The buffer keeps the views: here they would keep the memory of a released buffer.
         sums = self._grad_buffer.parts(self.slots.sizes, self._sum_dtype, layout)
-        for slot in self.slots.returned(self.transfers).slots:
+        for slot in self.transfers.slots:
             first = slot * len(layout.shapes)
             for index, (total, fused) in enumerate(
                 zip(sums[slot], layout.fused, strict=True), first
@@ -338,7 +338,7 @@ class Replicas:
         buffer = self._grad_buffer
         sizes = self.slots.sizes
         chunks = buffer.chunks(sizes, sizes.grad_dtype)
-        transfers = self.slots.returned(self.transfers)
+        transfers = self.transfers
         if summed[0].dtype is not chunks[0].dtype:
             # bf16 sums grow to fp32 in the same memory: convert the last slot first.
             for slot in reversed(transfers.slots):

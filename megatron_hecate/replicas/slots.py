@@ -18,7 +18,6 @@ from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
-from megatron_hecate.replicas.trained_parts import TrainedParts, apply_group_rule
 
 # For each backward with delayed weight gradients: the placeholders that autograd carried, and the
 # callback that takes the gradients once they are computed.
@@ -65,51 +64,32 @@ class ReplicaSlots:
         experts: the layer's own experts.
         pool: the rank's buffers.
         label: name of the layer in errors.
-        trained: function that returns the trained parameters of the layer's experts on all ranks;
-            ``None`` if all are trained.
+        is_trained: function that returns whether any expert of the layer is trained, on any rank.
     """
 
     index: int
     experts: ExpertWeights
     pool: BufferPool
     label: str
-    trained: Callable[[], TrainedParts | None] = lambda: None
+    is_trained: Callable[[], bool] = lambda: True
 
     @cached_property
     def sizes(self) -> LayerBuffer:
         return self.pool.layers[self.index]
 
-    @property
-    def is_trained(self) -> bool:
-        """True if any expert of the layer is trained, on any rank."""
-        trained = self.trained()
-        return trained is None or trained.is_any_trained
-
-    def trained_weights(self, transfers: TransferPlan) -> list[bool]:
+    def computes_gradients(self, transfers: TransferPlan) -> list[bool]:
         """Return for each weight whether it gets gradients: homes, then slots, flat.
 
-        Homes follow their parameters: an expert that was frozen after the ranks had agreed may
-        still get gradients from replicas, and drops them.
+        Homes follow their parameters, and drop gradients that they get from replicas while frozen.
         """
         layout = self.experts.layout
         parts = len(layout.shapes)
         homes = [p.requires_grad for home in self.experts.homes() for p in home]
         if not all(homes):
-            homes = apply_group_rule(np.reshape(homes, (-1, parts)), layout).ravel().tolist()
-        trained = self.trained()
-        slots = [[False] * parts] * self.sizes.slots
-        for slot in transfers.slots:
-            slots[slot] = [True] * parts
-        if trained is not None:
-            for copy in transfers.copies:
-                if copy.rank == transfers.rank:
-                    slots[copy.slot] = trained.of_copy(copy)
-        return homes + list(chain.from_iterable(slots))
-
-    def returned(self, transfers: TransferPlan) -> TransferPlan:
-        """Return the part of ``transfers`` that returns gradients."""
-        trained = self.trained()
-        return transfers if trained is None else trained.returned(transfers)
+            homes = layout.computed(np.reshape(homes, (-1, parts))).ravel().tolist()
+        for slot in range(self.sizes.slots):
+            homes += [slot in transfers.slots] * parts
+        return homes
 
     def check(self) -> None:
         """Check that all parameters have one dtype.

@@ -364,9 +364,9 @@ class Prefetcher(Uncopied, StepEvents):
             return
         self.pool.allocate(layers, next(self._experts[0].parameters()).device)
         for state in self.states:
-            trained = partial(self._trained.of_layer, state.index)
+            is_trained = partial(self._trained.is_trained, state.index)
             state.slots = ReplicaSlots(
-                state.index, state.parts.experts, self.pool, state.name, trained
+                state.index, state.parts.experts, self.pool, state.name, is_trained
             )
 
     def release_memory(self) -> int:

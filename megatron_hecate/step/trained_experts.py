@@ -1,10 +1,10 @@
-"""Agreement of a group's ranks on which experts are trained and which are frozen.
+"""Agreement of a group's ranks on which layers train their experts.
 
-A replica of a frozen expert returns no gradients, so sender and receiver must know. The sum of an
-iteration's loads includes the number of frozen parameters. If that number is 0, all experts count
-as trained in the next iteration: an expert that was frozen meanwhile drops the gradients of its
-replicas. Otherwise the ranks exchange ``requires_grad`` of all parameters where the next iteration
-begins, so that an unfrozen expert gets gradients at once.
+Replicas compute and return gradients, unless the experts of a layer are frozen on all ranks. A home
+that is frozen drops the gradients of its replicas. The sum of an iteration's loads includes the
+number of frozen parameters. If that number is 0, all layers count as trained in the next iteration.
+Otherwise the ranks exchange ``requires_grad`` of all parameters where the next iteration begins, so
+that an unfrozen expert gets gradients at once.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from itertools import chain
 import numpy as np
 import torch
 
-from megatron_hecate.replicas.trained_parts import TrainedParts
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.step.load_monitor import GroupSum
 
 
 class TrainedExperts:
-    """Trained parameters of all layers' experts, on all ranks of the FSSDP group.
+    """Layers whose experts are trained on any rank of the FSSDP group.
 
     Args:
         states: states of all layers, whose groups have the same ranks.
@@ -38,8 +37,8 @@ class TrainedExperts:
         # ``requires_grad`` of all ranks' parameters, [R * (sum of sizes)], while in flight.
         self._exchanged: GroupSum | None = None
         self._stream: torch.cuda.Stream | None = None
-        # By layer; ``None``: all are trained.
-        self._layers: list[TrainedParts] | None = None
+        # By layer, in this iteration.
+        self._are_trained = [True] * len(states)
 
     def count_frozen(self) -> int:
         """Return the number of frozen parameters of this rank's experts."""
@@ -59,7 +58,8 @@ class TrainedExperts:
         Raises:
             ValueError: on all ranks, if homes move and some experts are frozen.
         """
-        self._exchanged = self._layers = None
+        self._exchanged = None
+        self._are_trained = [True] * len(self._states)
         config = self._states[0].config
         if not config.rehome and (num_frozen == 0 or not config.slots):
             return
@@ -77,10 +77,11 @@ class TrainedExperts:
             what="frozen parameters",
         )
         if config.rehome:
-            self._check_movable()
+            # An error comes before experts move.
+            self.is_trained(0)
 
-    def of_layer(self, index: int) -> TrainedParts | None:
-        """Return the trained parameters of layer ``index``; ``None`` if all are trained.
+    def is_trained(self, index: int) -> bool:
+        """Return whether experts of layer ``index`` are trained, on any rank.
 
         Raises:
             ValueError: on all ranks, for a mixture that a layer's GEMMs cannot compute.
@@ -89,31 +90,52 @@ class TrainedExperts:
             flags = self._exchanged.read().astype(bool)
             self._exchanged = None
             if not flags.all():
-                self._layers = self._split(flags)
-        return None if self._layers is None else self._layers[index]
+                self._are_trained = self._check(flags)
+        return self._are_trained[index]
 
-    def _check_movable(self) -> None:
-        """Check that experts can change homes: the same parameters of all are trained."""
-        for state in self._states:
-            trained = self.of_layer(state.index)
-            if trained is not None and (trained.flags != trained.flags[:1, :1]).any():
+    def _check(self, flags: np.ndarray) -> list[bool]:
+        """Check ``requires_grad`` of all ranks' parameters, [R, sum of sizes]; see `is_trained`."""
+        are_trained: list[bool] = []
+        ends = np.cumsum(self._sizes)
+        for state, part in zip(self._states, np.split(flags, ends[:-1], axis=1), strict=True):
+            experts = state.parts.experts
+            requires_grad = part.reshape(len(part), experts.num_homes, -1)
+            if state.config.rehome and (requires_grad != requires_grad[:1, :1]).any():
                 raise ValueError(
                     f"{state.name}: some experts are frozen, and an expert that moved to their "
                     "place would not be trained; leave --moe-fssdp-rehome out, or freeze all"
                 )
+            if experts.layout.is_grouped and requires_grad.any() and not requires_grad.all():
+                _check_grouped(state, requires_grad)
+            are_trained.append(bool(experts.layout.computed(requires_grad).any()))
+        return are_trained
 
-    def _split(self, flags: np.ndarray) -> list[TrainedParts]:
-        """Split ``flags`` [R, sum of sizes] by layer."""
-        layers: list[TrainedParts] = []
-        ends = np.cumsum(self._sizes)
-        for state, part in zip(self._states, np.split(flags, ends[:-1], axis=1), strict=True):
-            experts = state.parts.experts
-            shape = (len(part), experts.num_homes, -1)
-            trained = TrainedParts.check(
-                part.reshape(shape),
-                experts.layout,
-                delays=experts.delayed is not None,
-                label=state.name,
-            )
-            layers.append(trained)
-        return layers
+
+def _check_grouped(state: LayerState, requires_grad: np.ndarray) -> None:
+    """Check a mixture of trained and frozen parameters, [R, H, parts], of grouped GEMMs."""
+    experts = state.parts.experts
+    layout = experts.layout
+    if (requires_grad != requires_grad[..., :1]).any():
+        raise ValueError(
+            f"{state.name}: some parameters of an expert are frozen and others are not; a grouped "
+            "GEMM computes gradients of all or none: freeze whole experts, or set "
+            "model.moe_grouped_gemm=false or leave out --moe-grouped-gemm"
+        )
+    is_frozen = ~requires_grad.any(axis=-1)
+    if layout.fuses_any or layout.uniform or experts.delayed is not None:
+        raise ValueError(
+            f"{state.name}: {is_frozen.sum()} of {is_frozen.size} experts are frozen, but grouped "
+            "GEMMs with fused or delayed weight gradients compute those of all experts or none; "
+            "freeze all experts, or set model.gradient_accumulation_fusion=false, "
+            "model.use_transformer_engine_op_fuser=false and model.delay_wgrad_compute=false, or "
+            "use --no-gradient-accumulation-fusion, and neither --use-transformer-engine-op-fuser "
+            "nor --delay-wgrad-compute"
+        )
+    is_lost = is_frozen[:, 0] & ~is_frozen.all(axis=1)
+    if layout.has_biases and is_lost.any():
+        raise ValueError(
+            f"{state.name}: the first expert of rank {is_lost.argmax()} (in its expert-parallel "
+            "group) is frozen and others of this rank are not: a grouped GEMM computes no weight "
+            "gradients then, but some of biases; freeze other experts, or set "
+            "model.add_bias_linear=false or use --disable-bias-linear"
+        )
