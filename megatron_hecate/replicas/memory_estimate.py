@@ -13,9 +13,7 @@ homes and slots (stock's grouped experts: of all homes; none with gradient accum
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +99,6 @@ class ExpertMemory:
         """Memory that FSSDP adds, as a share of stock's expert memory."""
         return self.replicas / self.homes
 
-    def with_share_of_slots(self, share: float) -> ExpertMemory:
-        """Scale the memory of replicas to a ``share`` of the slots, above 0."""
-        return dataclasses.replace(
-            self,
-            replica_weights=int(self.replica_weights * share),
-            replica_grads=int(self.replica_grads * share),
-        )
-
     @property
     def expected(self) -> int:
         """Memory not allocated at switch-on: all but homes' weights and NCCL's connections."""
@@ -140,7 +130,9 @@ class RankMemory:
 
     def fits(self, lifetime: str, share: float = 1.0) -> bool:
         """Return whether the certain memory fits, with a ``share`` of the slots."""
-        return self.by_lifetime[lifetime].with_share_of_slots(share).certain <= self.free
+        memory = self.by_lifetime[lifetime]
+        saved = (memory.replica_weights + memory.replica_grads) * (1 - share)
+        return memory.certain - saved <= self.free
 
     @staticmethod
     def free_memory(*, gpu: bool) -> int:
@@ -152,12 +144,9 @@ class RankMemory:
             # torch's allocator has reserved this memory for the process.
             cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
             return torch.cuda.mem_get_info()[0] + cached
-        meminfo = Path("/proc/meminfo")
-        if meminfo.exists():
-            lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-            available = int(lines["MemAvailable"].split()[0]) * 1024
-        else:
-            available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        meminfo = Path("/proc/meminfo").read_text().splitlines()
+        lines = dict(line.split(":", 1) for line in meminfo)
+        available = int(lines["MemAvailable"].split()[0]) * 1024
         return available // environment_number("LOCAL_WORLD_SIZE")
 
 
@@ -196,39 +185,26 @@ class JobMemory:
         memory = self.ranks[fullest_rank]
         requested = memory.by_lifetime[lifetime]
         free = max(0, memory.free - requested.certain + requested.replicas)
-        alternatives = self._ways_out(lifetime, slots, memory)
+        alternatives = list(self._settings_that_fit(slots))
+        way_out = f"use {', or '.join(alternatives)}"
         if not alternatives:
-            alternatives = [
-                "no other lifetime and no other slots fit: spread the experts over more ranks"
-            ]
+            way_out = "no other lifetime and no other slots fit: spread the experts over more ranks"
         return (
             f"slots={slots} with lifetime={lifetime!r} needs {_size(requested.replicas)} for "
             f"replicas on rank {fullest_rank}, {_size(free)} are free after its homes' gradients; "
-            f"{', or '.join(alternatives)}"
+            f"{way_out}"
         )
 
     def _fits(self, lifetime: str, share: float = 1.0) -> bool:
         return all(memory.fits(lifetime, share) for memory in self.ranks.values())
 
-    def _ways_out(self, lifetime: str, slots: int, memory: RankMemory) -> list[str]:
-        """List settings that fit: other lifetimes, fewer slots, or else both."""
-        candidates = [candidate for candidate in LIFETIMES if candidate != lifetime]
-        alternatives = []
-        for candidate in candidates:
-            if self._fits(candidate):
-                size = _size(memory.by_lifetime[candidate].replicas)
-                alternatives.append(f"lifetime={candidate!r} needs {size}")
-        fewer = range(slots - 1, 0, -1)
-        for count in fewer:
-            if self._fits(lifetime, count / slots):
-                alternatives.append(f"use slots={count}")
-                break
-        if alternatives:
-            return alternatives
-        for count, candidate in itertools.product(fewer, candidates):
-            if self._fits(candidate, count / slots):
-                return [f"use slots={count} with lifetime={candidate!r}"]
-        return []
+    def _settings_that_fit(self, slots: int) -> Iterator[str]:
+        """Yield each lifetime with the largest number of slots that fits, if there is one."""
+        for lifetime in LIFETIMES:
+            for count in range(slots, 0, -1):
+                if self._fits(lifetime, count / slots):
+                    yield f"slots={count} with lifetime={lifetime!r}"
+                    break
 
     def describe(self, lifetime: str) -> str:
         """Format every rank's expert memory as tables, the ``lifetime`` in use first.

@@ -220,9 +220,9 @@ def _job(*free: int, **fields: Any) -> JobMemory:
     [
         ("iteration", (92,), None),
         ("iteration", (91,), "68.0 MiB for replicas on rank 0, 67.0 MiB are free after its homes' gradients; "
-         "lifetime='layer' needs 44.0 MiB, or use slots=1"),
+         "use slots=1 with lifetime='iteration', or slots=2 with lifetime='layer'"),
         ("iteration", (200, 70), "68.0 MiB for replicas on rank 1, 46.0 MiB are free after its homes' gradients; "
-         "lifetime='layer' needs 44.0 MiB, or use slots=1"),
+         "use slots=1 with lifetime='iteration', or slots=2 with lifetime='layer'"),
         ("iteration", (57,), "68.0 MiB for replicas on rank 0, 33.0 MiB are free after its homes' gradients; "
          "use slots=1 with lifetime='layer'"),
         ("layer", (20,), "44.0 MiB for replicas on rank 0, 0.0 KiB are free after its homes' gradients; "
@@ -309,12 +309,13 @@ def test_switching_on_with_little_memory() -> None:
     before = snapshot(chunks)
     free(10**12, homes + replicas["iteration"] - 1)
     message = r"cannot be switched on:\n  - slots=2 with lifetime='iteration' needs .* for replicas on rank 1, .*"
-    ways = r"; lifetime='layer' needs .*, or use slots=1$"
+    ways = r"; use slots=1 with lifetime='iteration', or slots=2 with lifetime='layer'$"
     with pytest.raises(ValueError, match=message + ways):
         hook("iteration")(chunks)
     free(homes + replicas["layer"] - 1, 10**12)
     with pytest.raises(
-        ValueError, match=r"slots=2 with lifetime='layer' needs .* on rank 0, .*; use slots=1$"
+        ValueError,
+        match=r"slots=2 with lifetime='layer' needs .* on rank 0, .*; use slots=1 with lifetime='layer'$",
     ):
         hook("auto")(chunks)
     assert snapshot(chunks) == before
