@@ -1,4 +1,4 @@
-"""Spans of planning, transfers, waits, dispatch and experts, for ``torch.profiler``.
+"""Spans of planning, transfers, waits and routing, for ``torch.profiler``.
 
 Under the profiler (or ``emit_nvtx``, which Megatron's ``--profile`` starts) every span is a
 ``record_function`` with a stable name, ``fssdp/<what> <layer>``; on CUDA the transfers themselves
@@ -10,7 +10,6 @@ appear as kernels on a stream of their own.
 | ``spAG start``, ``spRS start`` | posting of a transfer |
 | ``spAG wait``, ``spRS wait`` | the part of a transfer that was not hidden |
 | ``loads``, ``quotas``, ``late`` | routing: exchange of loads, quotas, late replicas |
-| ``dispatch``, ``experts``, ``combine`` | Megatron's own work |
 
 Without a profiler a span costs a comparison. All times are host times: on GPUs they show when work
 was posted and waited for, not when it ran.

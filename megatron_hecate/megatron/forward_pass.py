@@ -59,7 +59,6 @@ class ForwardPass:
     Args:
         purpose: purpose of the forward.
         replicas: replicas that the forward computes with.
-        is_traced: whether spans are recorded.
         joined_homes: pending gradients and the token that autograd sees, if homes were joined to
             their replicas before the attention.
         stage: how far it has come.
@@ -69,7 +68,6 @@ class ForwardPass:
 
     purpose: Forward
     replicas: Replicas | None
-    is_traced: bool
     joined_homes: tuple[PendingGradients, Tensor] | None = None
     stage: Stage = Stage.BEGUN
     is_counted: bool = False

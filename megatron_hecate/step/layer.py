@@ -17,7 +17,6 @@ graph (`GraphedBlock`) and read after the graph, in `dispatch`: no Python runs i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -86,7 +85,7 @@ class FSSDPLayer:
         here.reach(state.name)
         purpose = Forward.running(self, gradients=self.prefetcher.gradients)
         replicas = self.prefetcher.materialize(state.index, purpose)
-        state.begin_forward(ForwardPass(purpose, replicas, trace.is_on()))
+        state.begin_forward(ForwardPass(purpose, replicas))
         if replicas is not None or state.always_physical:
             state.place(replicas)
 
@@ -138,7 +137,8 @@ class FSSDPLayer:
             logical_map, None if captured else self._sums_of(running, logical_map)
         )
         if by_quotas or late:
-            loads = self._as_span("loads", rerouter.gather_loads, counted)
+            with trace.span("loads", state.name):
+                loads = rerouter.gather_loads(counted)
             if late:
                 by_quotas = self._add_late_replicas(running, loads)
         physical = by_quotas or state.always_physical
@@ -146,9 +146,8 @@ class FSSDPLayer:
         if self.token_dispatcher is not dispatcher:
             self.token_dispatcher = dispatcher
         if by_quotas:
-            routing_map, probs, exchange = self._as_span(
-                "quotas", rerouter.reroute, probs, counted, loads
-            )
+            with trace.span("quotas", state.name):
+                routing_map, probs, exchange = rerouter.reroute(probs, counted, loads)
             if exchange is not None:
                 dispatcher.expect(routing_map, exchange)
         elif physical:
@@ -159,7 +158,8 @@ class FSSDPLayer:
     def _add_late_replicas(self, running: ForwardPass, loads: Tensor) -> bool:
         """Add late replicas to a forward where they pay; return whether it has any replicas."""
         state = self.fssdp
-        running.replicas = self._as_span("late", self.prefetcher.add_late, state, loads)
+        with trace.span("late", state.name):
+            running.replicas = self.prefetcher.add_late(state, loads)
         if running.replicas is not None:
             state.place(running.replicas)
         return running.replicas is not None
@@ -170,14 +170,6 @@ class FSSDPLayer:
             return None
         running.is_counted = True
         return self.prefetcher.monitor.counts(self.fssdp.index, routing_map.device)
-
-    def _as_span(self, what: str, step: Callable[..., Any], *args: Any) -> Any:
-        """Call ``step`` with ``args``, as a span of the forward where spans are recorded."""
-        running = self.fssdp.running
-        if running is None or not running.is_traced:
-            return step(*args)
-        with trace.span(what, self.fssdp.name):
-            return step(*args)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
@@ -191,20 +183,13 @@ class FSSDPLayer:
         if running.purpose is Forward.MICROBATCH:
             loads = None if running.is_counted else self.token_dispatcher.expert_loads
             self.prefetcher.dispatched(state.index, loads, running.replicas)
-        if not running.is_traced:
-            return here.through(state.name, super().dispatch, *args, **kwargs)
-        with trace.span("dispatch", state.name):
-            return here.through(state.name, super().dispatch, *args, **kwargs)
+        return here.through(state.name, super().dispatch, *args, **kwargs)
 
     def routed_experts_compute(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
-        recorder = self.prefetcher.monitor.recorder
         running = state.running
-        if running.is_traced:
-            with trace.span("experts", state.name):
-                computed = super().routed_experts_compute(*args, **kwargs)
-        else:
-            computed = super().routed_experts_compute(*args, **kwargs)
+        computed = super().routed_experts_compute(*args, **kwargs)
+        recorder = self.prefetcher.monitor.recorder
         if recorder is not None and recorder.measures and running.purpose is Forward.MICROBATCH:
             sent_tokens = getattr(self.token_dispatcher, "input_splits", None)
             recorder.computed(state.index, running, sent_tokens)
@@ -212,13 +197,9 @@ class FSSDPLayer:
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
-        is_traced = state.running.is_traced
         # `end_forward`, without a call in each forward
         state.running = state.parts.experts.running = None
-        if not is_traced:
-            return here.through(state.name, super().combine, *args, **kwargs)
-        with trace.span("combine", state.name):
-            return here.through(state.name, super().combine, *args, **kwargs)
+        return here.through(state.name, super().combine, *args, **kwargs)
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
         """Compute delayed weight gradients.

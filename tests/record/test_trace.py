@@ -10,7 +10,7 @@ from ranks import ranks
 
 from megatron_hecate import trace
 
-FORWARD = {"plan", "loads", "quotas", "dispatch", "experts", "combine", "spAG start", "spAG wait"}
+FORWARD = {"plan", "loads", "quotas", "spAG start", "spAG wait"}
 BACKWARD = {"spRS start", "spRS wait"}
 
 
@@ -18,7 +18,7 @@ BACKWARD = {"spRS start", "spRS wait"}
 def test_nobody_looks_and_nothing_is_done() -> None:
     with trace.span("plan", "layer 1") as seen:
         assert seen is None
-    assert trace.span("plan", "layer 1") is trace.span("experts", "layer 2")
+    assert trace.span("plan", "layer 1") is trace.span("quotas", "layer 2")
 
 
 @pytest.mark.fast
@@ -27,7 +27,7 @@ def test_a_profiler_of_all_threads_shows_spans_of_each_thread() -> None:
     from torch._C._profiler import _ExperimentalConfig
 
     def run(layer: str) -> None:
-        with trace.span("experts", layer):
+        with trace.span("quotas", layer):
             pass
 
     with torch.profiler.profile(
@@ -40,7 +40,7 @@ def test_a_profiler_of_all_threads_shows_spans_of_each_thread() -> None:
         thread.join()
     run("layer 3")
     shown = {event.key for event in profiler.key_averages()}
-    assert shown == {"fssdp/experts layer 1", "fssdp/experts layer 2"}
+    assert shown == {"fssdp/quotas layer 1", "fssdp/quotas layer 2"}
 
 
 @ranks(2)
@@ -61,11 +61,10 @@ def test_spans_of_a_step() -> None:
     replicated = [layer for layer in layers if layer.fssdp.replicas is not None]
     assert len(replicated) >= 2
     for layer in layers:
-        name = layer.fssdp.name
-        assert counts[f"{trace.PREFIX}plan {name}"] == 1
-        assert counts[f"{trace.PREFIX}experts {name}"] == 2, "one in each microbatch"
+        assert counts[f"{trace.PREFIX}plan {layer.fssdp.name}"] == 1
     for layer in replicated:
         for what in FORWARD | BACKWARD:
             assert counts[f"{trace.PREFIX}{what} {layer.fssdp.name}"] >= 1, what
+        assert counts[f"{trace.PREFIX}quotas {layer.fssdp.name}"] == 2, "one in each microbatch"
         # gradients return in every microbatch
         assert counts[f"{trace.PREFIX}spRS start {layer.fssdp.name}"] == 2
