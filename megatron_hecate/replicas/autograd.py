@@ -130,30 +130,24 @@ class PendingGradients:
             node: the `_Homes` node of the running backward.
             label: name of the layer.
         """
-        # Autograd carries placeholders for fused weights, in stock Megatron as well. And a backward
-        # without destinations executes any node.
-        if self.layout.fuses_any or torch._C._will_engine_execute_node(_NO_NODE):
+        # Autograd carries placeholders for fused weights, in stock Megatron as well.
+        if self.layout.fuses_any:
             return
-        parts = len(self.layout.shapes)
-        for place, (accumulate, _) in enumerate(node.next_functions[: len(self.homes) * parts]):
-            if accumulate is None:
-                continue
+        # The node may have a leaf after the homes, see `join_homes`.
+        homes = ((index, p) for index, home in enumerate(self.homes) for p in home)
+        for (index, p), (accumulate, _) in zip(homes, node.next_functions, strict=False):
             try:
-                if torch._C._will_engine_execute_node(accumulate):
-                    continue
-                cause = None
-            except RuntimeError as error:
+                is_complete = accumulate is None or torch._C._will_engine_execute_node(accumulate)
+            except RuntimeError:
                 # Autograd returns this gradient.
-                index, part = divmod(place, parts)
-                if self._is_hooked(index) or not hasattr(self.homes[index][part], "main_grad"):
-                    continue
-                cause = error
-            raise RuntimeError(
-                f"{label}: torch.autograd.grad of experts' weights leaves out what their replicas "
-                "add, and backward(inputs=...) of some weights adds to others; call backward() of "
-                "the loss instead and read main_grad after finish_grad_sync(), or leave experts' "
-                "weights out"
-            ) from cause
+                is_complete = self._is_hooked(index) or not hasattr(p, "main_grad")
+            if not is_complete:
+                raise RuntimeError(
+                    f"{label}: torch.autograd.grad of experts' weights leaves out what their "
+                    "replicas add, and backward(inputs=...) of some weights adds to others; call "
+                    "backward() of the loss instead and read main_grad after finish_grad_sync(), "
+                    "or leave experts' weights out"
+                )
 
     def _trained(self, index: int) -> list[bool]:
         """Return which parameters of home ``index`` get gradients, as in stock Megatron."""
@@ -271,7 +265,3 @@ class _Homes(torch.autograd.Function):
 
 
 _join_homes = direct_apply(_Homes)
-
-# Node of no graph, which a backward with destinations does not execute.
-with torch.inference_mode(False), torch.enable_grad():
-    _NO_NODE = torch.empty(0, requires_grad=True).view(0).grad_fn.next_functions[0][0]
