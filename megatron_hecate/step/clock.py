@@ -123,11 +123,6 @@ class Clock:
         """Return whether ``layer`` has entered the running iteration."""
         return self._entered[layer] == self.iteration
 
-    @property
-    def all_are_in(self) -> bool:
-        """True if every layer has entered the running iteration."""
-        return all(entered == self.iteration for entered in self._entered)
-
     def has_forwarded(self, layer: int) -> bool:
         """Return whether ``layer`` has routed a microbatch since an iteration last began.
 

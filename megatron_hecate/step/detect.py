@@ -7,13 +7,14 @@
 | an optimizer steps | the iteration ends |
 | a forward outside of a schedule's call | weights may have changed, by writes that show nowhere |
 | version counters of weights have grown | weights have changed |
+
+A loop with neither Megatron's DDP nor an optimizer of torch says itself where iterations begin.
 """
 
 from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Sequence
 
 from torch.optim.optimizer import Optimizer
 
@@ -29,15 +30,13 @@ class Detector:
     Args:
         clock: clock of the model.
         returns: gradients of the model's replicas.
-        chunks: model chunks that have MoE layers, in the order of the forward.
     """
 
-    def __init__(self, clock: Clock, returns: GradientReturns, chunks: Sequence[int]) -> None:
+    def __init__(self, clock: Clock, returns: GradientReturns) -> None:
         self._clock = clock
         self._returns = returns
-        self._first_chunk = chunks[0]
         # For each chunk, the schedule's call that ran its last forward.
-        self._calls: list[int | None] = [None] * (max(chunks) + 1)
+        self._calls: list[int | None] = [None] * len(clock.epochs)
         # Each optimizer that has stepped, by its id, with the last iteration that had begun.
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
         listen_to_steps(self)
@@ -53,12 +52,6 @@ class Detector:
         if call != self._calls[chunk] or (call is None and not self._clock.is_told):
             self._clock.weights_changed(chunk)
         self._calls[chunk] = call
-        has_ddp = data_parallel is not None and data_parallel.wants_gradients(chunk) is not None
-        if has_ddp or self._clock.is_told or self._stepped or chunk != self._first_chunk:
-            return call is not None
-        # Without DDP and with an optimizer that is not torch's, nothing else ends an iteration.
-        if self._clock.all_are_in and not self._returns.awaits_backward(self._clock.forwards):
-            self._clock.end_iteration()
         return call is not None
 
     def note_writes(self, state: LayerState) -> None:

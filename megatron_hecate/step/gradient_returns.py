@@ -10,7 +10,7 @@ gradients, because the next line may read or change ``main_grad``.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 from torch.nn import Parameter
@@ -93,20 +93,6 @@ class GradientReturns:
         for replicas in waiting:
             replicas.drop_waiting()
         return sorted(replicas.label for replicas in waiting)
-
-    def awaits_backward(self, forwards: Callable[[int], int]) -> bool:
-        """Return whether a known backward of this iteration has not run.
-
-        Args:
-            forwards: function from a layer's index to its number of forwards in this iteration.
-        """
-        for state in self._states:
-            if not state.keeps_replicas or state.replicas is None:
-                continue
-            # a graph that is kept may have several backwards
-            if state.replicas.backwards < forwards(state.index):
-                return True
-        return any(state.awaits_microbatch for state in self._states)
 
     def wait_for(self, optimizer: Optimizer) -> bool:
         """Return whether gradients of experts that ``optimizer`` steps wait to return.

@@ -277,11 +277,6 @@ class LayerState(Uncopied):
         """True if a microbatch is known that may be recomputed."""
         return self.keeps_replicas or bool(self._in_flight)
 
-    @property
-    def awaits_microbatch(self) -> bool:
-        """True if the backward of a microbatch with replicas of its own has not run."""
-        return any(replicas is not None for replicas in self._in_flight)
-
     def skip_stock_backward(self) -> bool:
         """Return whether the oldest microbatch ran stock code, and forget it then.
 

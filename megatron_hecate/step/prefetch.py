@@ -90,7 +90,7 @@ class Prefetcher(Uncopied, StepEvents):
             num_chunks=max(self._chunks) + 1,
             read_number=running_iteration,
         )
-        self.detector = Detector(self.clock, self.returns, list(self._chunks))
+        self.detector = Detector(self.clock, self.returns)
         # Where homes may move.
         self.rehoming: Rehoming | None = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from ranks import ranks
 
+import megatron_hecate
+
 Seen = dict[str, list]
 
 
@@ -117,6 +119,7 @@ def test_gradients_without_ddp_and_by_autograd_grad() -> None:
                     p.grad = None
                     if wrapped:
                         p.register_hook(lambda grad: None)
+                megatron_hecate.iteration_begins(chunks)
                 data = iter([tiny_gpt.batch(case, 7 + step, 0)])
                 loss = tiny_gpt.forward_step(data, chunks[0], case=case)[0].mean()
                 if wrapped:

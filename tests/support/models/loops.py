@@ -487,11 +487,12 @@ def two_models_with_one_config(loop: Loop) -> list[float]:
 
 
 def without_ddp(loop: Loop) -> list[float]:
-    """A bare module, with an optimizer that is no ``torch.optim.Optimizer``."""
+    """A bare module, with an optimizer that is no ``torch.optim.Optimizer``: the loop says where iterations begin."""
     (module,), _ = tiny_gpt.build(loop.case, loop.hook)
     loop.chunks = [module]
     losses = []
     for step in range(STEPS):
+        megatron_hecate.iteration_begins(module)
         module.zero_grad()
         losses += [backward(loop, step, index, scale=0.5) for index in range(2)]
         with torch.no_grad():
