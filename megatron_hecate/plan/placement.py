@@ -32,7 +32,7 @@ EMPTY = -1
 class Placement:
     """Homes and replicas of one layer. Immutable; `with_replicas` makes a new placement.
 
-    Planning time counts, so nothing is validated here: development mode and tests call `check`.
+    Planning time counts, so nothing is validated here: tests call `check`.
 
     Args:
         home: [E] int, the rank that owns each expert.

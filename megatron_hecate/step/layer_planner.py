@@ -20,10 +20,6 @@ from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
 from megatron_hecate.step.layer_state import LayerState
 
-# Layers planned one after another. The first layer has cold caches and takes up to twice the time
-# of a further one; a larger number would delay the first layer's fetch.
-PLANNED_TOGETHER: int = 4
-
 
 class RoutesForecast(Protocol):
     """Loads that are known before the forward; `routes.known_routes.KnownRoutes`.
@@ -100,26 +96,22 @@ class LayerPlanner:
             return self._clock.forwards(state.index) == 0
         return not self._clock.is_within_microbatch(state.index)
 
-    def plan_from(self, index: int, forecast: np.ndarray | None, *, is_alone: bool = False) -> None:
-        """Plan layer ``index`` and the next layers of its chunk, unless the layer is planned.
+    def plan(self, state: LayerState, forecast: np.ndarray | None) -> None:
+        """Plan a layer for the iteration, or for the microbatch that it enters, unless it is.
 
         Args:
-            index: index of the layer.
+            state: state of the layer.
             forecast: expected tokens of the iteration per layer and expert, [L, E].
-            is_alone: whether to plan this layer only.
         """
         iteration = self._clock.iteration
+        index = state.index
         if index in self._first_layers and not self._clock.is_within_microbatch(index):
             self._routes.begin_microbatch(index, iteration, self._clock.microbatches)
-        if self._states[index].current.number == iteration:
-            return
-        num_planned = 1 if is_alone else PLANNED_TOGETHER
-        for state in self._states[index : index + num_planned]:
-            if state.chunk == self._states[index].chunk and state.current.number != iteration:
-                with trace.span("plan", state.name):
-                    state.set_placement(self._plan(state, forecast), iteration)
+        if state.current.number != iteration:
+            with trace.span("plan", state.name):
+                state.set_placement(self._choose(state, forecast), iteration)
 
-    def _plan(self, state: LayerState, forecast: np.ndarray | None) -> Placement:
+    def _choose(self, state: LayerState, forecast: np.ndarray | None) -> Placement:
         if self.is_paused:
             return state.homes
         if self._clock.is_repeated and state.current.number == self._clock.iteration - 1:
@@ -130,9 +122,7 @@ class LayerPlanner:
         if layer_forecast is None or not state.config.slots:
             return state.homes
         inputs = PlanInputs.for_layer(state, layer_forecast, microbatches, self._meter)
-        placement = self.early.plan(state.index, inputs)
-        state.check_agreement(placement)
-        return placement
+        return self.early.plan(state.index, inputs)
 
 
 def plan_late(state: LayerState, loads: Tensor) -> Placement:
@@ -146,7 +136,7 @@ def plan_late(state: LayerState, loads: Tensor) -> Placement:
         The layer's placement itself if no further replica pays.
     """
     shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
-    placement = add_late_replicas(
+    return add_late_replicas(
         # The only synchronization of the host with the device.
         loads.sum(dim=0).cpu().numpy(),
         state.placement,
@@ -155,5 +145,3 @@ def plan_late(state: LayerState, loads: Tensor) -> Placement:
         max_copies=state.config.late_replicas,
         across_nodes=state.config.speeds is not None,
     )
-    state.check_agreement(placement)
-    return placement

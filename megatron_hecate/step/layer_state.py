@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import sys
 from collections import deque
 from itertools import chain
 from typing import Any, NoReturn
@@ -15,7 +14,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.agreement import assert_same
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
@@ -183,17 +181,6 @@ class LayerState(Uncopied):
             # The given number of fetches is hidden, and is the upper bound.
             cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
         return cost
-
-    def check_agreement(self, placement: Placement) -> None:
-        """Check that a new placement is valid and equal on all ranks.
-
-        Only in Python's development mode (``PYTHONDEVMODE=1``).
-        """
-        if sys.flags.dev_mode:
-            placement.check(num_slots=self.config.slots)
-            assert_same(
-                placement.fingerprint, self.group, label=self.name, timeout=self.config.timeout
-            )
 
     def set_placement(self, placement: Placement, iteration: int) -> None:
         """Set the placement of a new iteration, or of its next microbatch."""

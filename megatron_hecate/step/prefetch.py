@@ -113,7 +113,7 @@ class Prefetcher(Uncopied, StepEvents):
         experts = self._experts[first.index]
         if not gathers_params(experts):
             self.clock.begin_before(first.index)
-            self._prepare(first, is_alone=True)
+            self._prepare(first)
         elif first.config.slots:
             if not self.pool.layers:
                 self._allocate()
@@ -236,13 +236,8 @@ class Prefetcher(Uncopied, StepEvents):
         epoch = clock.epochs[state.chunk]
         return current.number == clock.iteration and current.fetched_epoch == epoch
 
-    def _prepare(self, state: LayerState, *, is_alone: bool = False) -> None:
-        """Begin to fetch the replicas of the layer's next microbatch.
-
-        Args:
-            state: state of the layer.
-            is_alone: whether to plan this layer only, instead of the next ones with it.
-        """
+    def _prepare(self, state: LayerState) -> None:
+        """Begin to fetch the replicas of the layer's next microbatch."""
         if state.current.is_prepared:
             return
         if state.config.slots:
@@ -250,7 +245,7 @@ class Prefetcher(Uncopied, StepEvents):
             next_states = self._ahead[state.index]
             following = self._experts[next_states[0].index] if next_states else None
             finish_gathers(self._experts[state.index], following)
-        self.planner.plan_from(state.index, self.forecast, is_alone=is_alone)
+        self.planner.plan(state, self.forecast)
         current = state.current
         is_first = current.fetched_epoch is None
         if is_first:

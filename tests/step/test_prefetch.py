@@ -47,9 +47,8 @@ def test_a_plan_knows_the_one_before_it() -> None:
 
 @pytest.mark.parametrize("lifetime", ["iteration", "layer"])
 @ranks(2)
-def test_layers_are_planned_four_at_a_time(lifetime: str) -> None:
-    """The first layer alone, so that its fetch and the embedding begin early; further ones one right after another,
-    each once in an iteration and before it is fetched, in whatever microbatch."""
+def test_layers_are_planned_once_and_before_their_fetch(lifetime: str) -> None:
+    """In an iteration, in whatever microbatch."""
     import tiny_gpt
 
     case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 11),))
@@ -63,10 +62,7 @@ def test_layers_are_planned_four_at_a_time(lifetime: str) -> None:
     run.step(2)
     layers = iter(range(1, 12))
     done = [(what, f"layer {next(layers)}" if what == "plan" else about) for what, about in done]
-    groups = [
-        len(list(its)) for what, its in itertools.groupby(done, lambda d: d[0]) if what == "plan"
-    ]
-    assert groups == [1, 4, 4, 2]
+    assert [what for what, _ in done].count("plan") == 11
     fetched = {label for what, label in done if what == "fetch"}
     assert len(fetched) > 4
     assert all(done.index(("plan", label)) < done.index(("fetch", label)) for label in fetched)

@@ -1,4 +1,4 @@
-"""Late replicas from other machines, and plans that differ between ranks. Oracle: stock Megatron on the same ranks.
+"""Late replicas from other machines. Oracle: stock Megatron on the same ranks.
 
 Plans before the gate are replaced by ones that are wrong on purpose, so that there is something to do after it.
 `test_layouts` trains layouts with late replicas.
@@ -7,11 +7,9 @@ Plans before the gate are replaced by ones that are wrong on purpose, so that th
 from __future__ import annotations
 
 import socket
-from types import SimpleNamespace
 
-import pytest
 import torch.distributed as dist
-from planners import coldest_experts, no_replicas, replace_planner
+from planners import coldest_experts, replace_planner
 from ranks import ranks
 
 from megatron_hecate.plan import Speeds
@@ -36,23 +34,3 @@ def test_late_replicas_come_from_other_machines_where_speeds_are_measured() -> N
         metrics = layer_metrics(ours.chunks)
         assert all(m.late <= 4 and m.computed <= m.routed for m in metrics), metrics
         assert (sum(m.late for m in metrics) > 0) == (speeds is not None)
-
-
-@ranks(2)
-def test_development_mode_checks_every_plan() -> None:
-    """``python -X dev``: ranks that plan differently are told apart in the first plan, not by a hang in the fetch."""
-
-    import tiny_gpt
-
-    from megatron_hecate.step import layer_state
-
-    case = tiny_gpt.initialized()
-    layer_state.sys = SimpleNamespace(flags=SimpleNamespace(dev_mode=True))
-    run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
-    assert run.replicas > 0  # valid plans pass
-    if dist.get_rank() == 1:
-        replace_planner(no_replicas)
-    with pytest.raises(
-        AssertionError, match=r"layer 1: ranks of \[0, 1\] planned differently: \[-?\d+, -?\d+\]"
-    ):
-        run.step(3)
