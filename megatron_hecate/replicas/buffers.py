@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -111,8 +111,6 @@ class Buffer:
         self.holds: TransferPlan | None = None
         # The transfer in flight that fills or empties the buffer.
         self.transfer: Transfer | None = None
-        # Called if the transfer's result was never consumed.
-        self.abandon: Callable[[], None] | None = None
         # Weights over this memory, by index of the layer.
         self.bound: dict[int, BoundWeights] = {}
         # Memory that is not zero once `_zeroed` has occurred; ``None``: any.
@@ -155,14 +153,6 @@ class Buffer:
         if transfer is not None:
             transfer.wait()
 
-    def clear(self) -> None:
-        """Wait for the transfer, and discard a result left by an aborted backward."""
-        self.wait()
-        abandon = self.abandon
-        self.abandon = None
-        if abandon is not None:
-            abandon()
-
     def release(self) -> None:
         """Drop references to the memory; a transfer in flight keeps it until the transfer ends."""
         self.bound.clear()
@@ -170,13 +160,13 @@ class Buffer:
         self._parts.clear()
         self._memory = self._memory.new_empty(0)
         self._nonzero = None
-        self.holds = self.transfer = self.abandon = None
+        self.holds = self.transfer = None
 
     def reset(self) -> None:
         """Wait for the transfer, and forget the content, zeros included."""
         # Called for all buffers at the beginning of an iteration: most need no further call.
-        if self.transfer is not None or self.abandon is not None:
-            self.clear()
+        if self.transfer is not None:
+            self.wait()
         self.holds = None
         if self.bound:
             self.bound.clear()
@@ -193,7 +183,7 @@ class Buffer:
             from_zero: True if gradients are added to the content, which must be zero; False if the
                 first gradient overwrites it.
         """
-        self.clear()
+        self.wait()
         if self._zeroed is not None:
             torch.cuda.current_stream().wait_event(self._zeroed)
         if from_zero:
@@ -283,6 +273,11 @@ class BufferPool:
     def grads(self, layer: int) -> Buffer:
         """Return the buffer for gradients of the replicas of ``layer``; wait for it before use."""
         return self._grads[layer % len(self._grads)]
+
+    def wait_for_returns(self) -> None:
+        """Wait for gradients that a backward has sent home and not waited for: it was aborted."""
+        for buffer in self._grads:
+            buffer.wait()
 
     def unbind(self) -> None:
         """Drop references to the memory of homes and gradients.

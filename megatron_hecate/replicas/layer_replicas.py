@@ -347,7 +347,6 @@ class Replicas:
         buffer.transfer = self.slots.pool.transport.return_gradients(
             transfers, chunks, pending, label=self.label
         )
-        buffer.abandon = pending.abandon
         if self.slots.experts.layout.fuses_any:
             written = [chunks[slot] for slot in transfers.slots]
             if summed[0].dtype is not chunks[0].dtype:

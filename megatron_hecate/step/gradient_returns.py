@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from megatron_hecate.megatron.data_parallel import DataParallel
+from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.step.layer_state import LayerState
 
@@ -26,10 +27,12 @@ class GradientReturns:
 
     Args:
         states: states of all layers, in the order of the forward.
+        pool: buffers of the layers.
     """
 
-    def __init__(self, states: Sequence[LayerState]) -> None:
+    def __init__(self, states: Sequence[LayerState], pool: BufferPool) -> None:
         self._states = states
+        self._pool = pool
         self.data_parallel: DataParallel | None = None
         # Replicas of all layers, as long as a backward may need them.
         self.live: weakref.WeakSet[Replicas] = weakref.WeakSet()
@@ -88,7 +91,11 @@ class GradientReturns:
             pending.arrive()
 
     def drop(self) -> list[str]:
-        """Forget waiting gradients, and return the names of their layers."""
+        """Forget waiting gradients, and return the names of their layers.
+
+        Sums of an aborted backward arrive before DDP zeroes the homes' gradients.
+        """
+        self._pool.wait_for_returns()
         waiting = [replicas for replicas in self.live if replicas.is_accumulating]
         for replicas in waiting:
             replicas.drop_waiting()
