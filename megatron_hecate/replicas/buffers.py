@@ -12,14 +12,13 @@ buffers: each layer makes its own views.
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.transfer import Transfer, has_one_queue, transfer_stream
+from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport, chunks_in
 from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.faults.attempt import Attempt
@@ -113,9 +112,6 @@ class Buffer:
         self.transfer: Transfer | None = None
         # Weights over this memory, by index of the layer.
         self.bound: dict[int, BoundWeights] = {}
-        # Memory that is not zero once `_zeroed` has occurred; ``None``: any.
-        self._nonzero: Sequence[Tensor] | None = None
-        self._zeroed: torch.cuda.Event | None = None
 
     def chunks(self, layer: LayerBuffer, dtype: torch.dtype) -> list[Tensor]:
         """Return tensors over the buffer's memory, [elements] for each slot of ``layer``."""
@@ -159,69 +155,25 @@ class Buffer:
         self._chunks.clear()
         self._parts.clear()
         self._memory = self._memory.new_empty(0)
-        self._nonzero = None
         self.holds = self.transfer = None
 
     def reset(self) -> None:
-        """Wait for the transfer, and forget the content, zeros included."""
+        """Wait for the transfer, and forget the content."""
         # Called for all buffers at the beginning of an iteration: most need no further call.
         if self.transfer is not None:
             self.wait()
         self.holds = None
         if self.bound:
             self.bound.clear()
-        if self._zeroed is not None:
-            # The memory may be freed next.
-            torch.cuda.current_stream().wait_event(self._zeroed)
-            self._zeroed = None
-        self._nonzero = None
 
-    def begin_sums(self, *, from_zero: bool) -> None:
-        """Prepare the buffer for the gradients of a new backward.
-
-        Args:
-            from_zero: True if gradients are added to the content, which must be zero; False if the
-                first gradient overwrites it.
-        """
-        self.wait()
-        if self._zeroed is not None:
-            torch.cuda.current_stream().wait_event(self._zeroed)
-        if from_zero:
-            for part in (self._memory,) if self._nonzero is None else self._nonzero:
-                part.zero_()
-            if sys.flags.dev_mode:
-                assert not self._memory.any(), "gradients of an earlier backward are still there"
-        self._nonzero = None
-        self._zeroed = None
-
-    def zero_after_transfer(self, parts: Sequence[Tensor]) -> None:
-        """Zero ``parts`` after the transfer in flight, overlapped with compute if possible.
-
-        Args:
-            parts: all memory that was zero after `begin_sums` and has been written since.
-        """
-        if not self._memory.is_cuda or has_one_queue():
-            # In one hardware queue it would block all later work: `begin_sums` zeroes instead.
-            self._nonzero = parts
-            return
-        self._nonzero = ()
-        stream = transfer_stream(self._memory.device)
-        with torch.cuda.stream(stream):
-            for part in parts:
-                part.zero_()
-            self._zeroed = stream.record_event()
+    def zero(self) -> None:
+        """Zero the memory, to which fused GEMMs add gradients."""
+        self._memory.zero_()
 
     def hold(self, transfers: TransferPlan) -> None:
-        """Drop the content, and reserve the buffer for what ``transfers`` fetch.
-
-        In Python's development mode (``PYTHONDEVMODE=1``) the dropped content is overwritten with
-        NaN.
-        """
+        """Drop the content, and reserve the buffer for what ``transfers`` fetch."""
         self.wait()
         self.holds = transfers
-        if sys.flags.dev_mode:
-            # These bytes are NaN in fp32, bf16 and fp16.
-            self._memory.fill_(0xFF)
 
 
 class BufferPool:

@@ -256,8 +256,10 @@ class Replicas:
         if not self.slots.is_trained():
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
-        elif self.state is not ReplicaState.ACCUMULATING:
-            self._grad_buffer.begin_sums(from_zero=self.slots.experts.layout.fuses_any)
+        elif not self.is_accumulating:
+            self._grad_buffer.wait()
+            if self.slots.experts.layout.fuses_any:
+                self._grad_buffer.zero()
 
     def _take_gradients(
         self,
@@ -347,11 +349,6 @@ class Replicas:
         buffer.transfer = self.slots.pool.transport.return_gradients(
             transfers, chunks, pending, label=self.label
         )
-        if self.slots.experts.layout.fuses_any:
-            written = [chunks[slot] for slot in transfers.slots]
-            if summed[0].dtype is not chunks[0].dtype:
-                written = [summed[slot] for slot in transfers.slots] + written
-            buffer.zero_after_transfer(written)
 
 
 def _add(total: Tensor, grad: Tensor | None, *, first: bool) -> None:
