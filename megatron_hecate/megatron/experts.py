@@ -26,10 +26,9 @@ from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.sequential_experts import SequentialTwin, format_shapes
 from megatron_hecate.megatron.stored_weights import StoredWeights, is_quantized
 from megatron_hecate.megatron.twin import Twin, find_owners
-from megatron_hecate.replicas.autograd import PendingGradients
+from megatron_hecate.replicas.autograd import Delayed, PendingGradients
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
-from megatron_hecate.replicas.slots import Delayed
 
 
 class PhysicalExperts:

@@ -20,10 +20,11 @@ that autograd carries, such as gradients of biases, pass through `_Experts` one 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from itertools import chain, compress
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,8 +32,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hecate.device.direct_apply import direct_apply
-from megatron_hecate.replicas.buffers import Buffer
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
+
+if TYPE_CHECKING:
+    from megatron_hecate.replicas.buffers import Buffer
 
 
 class PendingGradients:
@@ -220,6 +223,11 @@ class PendingGradients:
         self._replicated = ()
         self._sums.clear()
         return grads
+
+
+# For each backward with delayed weight gradients: the placeholders that autograd carried, and the
+# callback that takes the gradients once they are computed.
+Delayed = deque[tuple[list[Tensor | None], Callable[[list[Tensor | None]], PendingGradients]]]
 
 
 def release(ctx: Any, name: str) -> Any:

@@ -20,8 +20,8 @@ from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import PendingGradients, release
 from megatron_hecate.replicas.bound_weights import BoundWeights
+from megatron_hecate.replicas.buffers import ReplicaSlots
 from megatron_hecate.replicas.replica_state import SUCCESSORS, BackwardEvents, ReplicaState
-from megatron_hecate.replicas.slots import ReplicaSlots
 
 
 class Replicas:

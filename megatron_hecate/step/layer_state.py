@@ -24,8 +24,8 @@ from megatron_hecate.megatron.rules import SettingSources
 from megatron_hecate.megatron.training_state import Forward, name_of_layer
 from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
+from megatron_hecate.replicas.buffers import ReplicaSlots
 from megatron_hecate.replicas.layer_replicas import Replicas
-from megatron_hecate.replicas.slots import ReplicaSlots
 from megatron_hecate.routing.rerouter import Rerouter
 from megatron_hecate.step.layer_parts import LayerParts
 

@@ -29,9 +29,8 @@ from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.parameter_gathers import finish_gathers, gathers_params, start_gathers
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import Forward
-from megatron_hecate.replicas.buffers import FETCHED_TOGETHER, LIFETIMES, BufferPool
+from megatron_hecate.replicas.buffers import FETCHED_TOGETHER, LIFETIMES, BufferPool, ReplicaSlots
 from megatron_hecate.replicas.layer_replicas import Replicas
-from megatron_hecate.replicas.slots import ReplicaSlots
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.detect import Detector
 from megatron_hecate.step.gradient_returns import GradientReturns

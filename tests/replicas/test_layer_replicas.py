@@ -17,10 +17,9 @@ from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas import buffers
-from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool
+from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool, ReplicaSlots
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
-from megatron_hecate.replicas.slots import ReplicaSlots
 
 
 class _Experts:
