@@ -125,9 +125,6 @@ def release(model: Any) -> int:
 
     Returns:
         Bytes that this rank has freed.
-
-    Raises:
-        RuntimeError: while gradients of replicas wait to return to their homes.
     """
     prefetcher = _prefetcher(model)
     return 0 if prefetcher is None else prefetcher.release_memory()

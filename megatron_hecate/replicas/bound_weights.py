@@ -76,8 +76,7 @@ class BoundWeights:
             # A fused grouped GEMM needs a gradient for every weight.
             is_computed = [True] * len(trained)
         elif layout.is_grouped:
-            for expert in (*range(len(homes)), *(len(homes) + slot for slot in transfers.slots)):
-                is_computed[expert * parts : (expert + 1) * parts] = [True] * parts
+            is_computed[: len(home_weights)] = [True] * len(home_weights)
         self._passed = [
             index for index, is_fused in enumerate(fused) if is_computed[index] and not is_fused
         ]

@@ -99,8 +99,13 @@ class Clock:
         self.is_repeated = self._may_repeat()
         self.number = self._read_number() or self.number + 1
         self._forwards = [0] * len(self._passes)
-        for listener in self.listeners:
-            listener.iteration_begins(self.number)
+        try:
+            for listener in self.listeners:
+                listener.iteration_begins(self.number)
+        except BaseException:
+            # A loop that catches the error begins another iteration.
+            self.end_iteration()
+            raise
         self.has_stepped = False
 
     def _may_repeat(self) -> bool:

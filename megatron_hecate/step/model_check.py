@@ -22,23 +22,10 @@ def check_experts(state: LayerState, clock: Clock) -> None:
     if problems := _foreign_code([state]):
         # The next forward begins an iteration again, and is refused as well.
         clock.end_iteration()
-        raise ValueError("\n".join(["FSSDP cannot run:", *(f"  - {line}" for line in problems)]))
+        raise _refusal(problems)
 
 
-def _foreign_code(states: Sequence[LayerState]) -> list[str]:
-    problems: list[str] = []
-    for state in states:
-        if state.config.slots:
-            with collect(problems, state.name):
-                state.parts.experts.inside.check()
-    return problems
-
-
-def check_model(
-    states: Sequence[LayerState],
-    find_conflicts: Callable[[], Iterable[str]],
-    clock: Clock,
-) -> None:
+def check_model(states: Sequence[LayerState], find_conflicts: Callable[[], Iterable[str]]) -> None:
     """Check that nothing added after the hook conflicts with replicas, before the first iteration.
 
     Collective.
@@ -46,7 +33,6 @@ def check_model(
     Args:
         states: states of all layers.
         find_conflicts: function that returns a line for each conflict outside of the experts.
-        clock: clock of the model.
 
     Raises:
         ValueError: on all ranks of the FSSDP group; lists the problems of all of them.
@@ -64,11 +50,20 @@ def check_model(
         for line in lines:
             ranks_with.setdefault(line, []).append(rank)
     if ranks_with:
-        # The next forward begins an iteration again, and is refused as well.
-        clock.end_iteration()
-        lines = [
-            f"  - {line}"
-            + ("" if len(ranks) == len(rank_problems) else f" (rank {format_ranks(ranks)})")
+        raise _refusal(
+            line if len(ranks) == group.size() else f"{line} (rank {format_ranks(ranks)})"
             for line, ranks in ranks_with.items()
-        ]
-        raise ValueError("\n".join(["FSSDP cannot run:", *lines]))
+        )
+
+
+def _foreign_code(states: Sequence[LayerState]) -> list[str]:
+    problems: list[str] = []
+    for state in states:
+        if state.config.slots:
+            with collect(problems, state.name):
+                state.parts.experts.inside.check()
+    return problems
+
+
+def _refusal(lines: Iterable[str]) -> ValueError:
+    return ValueError("\n".join(["FSSDP cannot run:", *(f"  - {line}" for line in lines)]))

@@ -271,19 +271,14 @@ class Prefetcher(StepEvents):
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for the whole iteration."""
-        try:
-            replicas = Replicas(
-                state.slots,
-                state.placement,
-                state.current.transfers,
-                passes=state.parts.passes,
-                events=self,
-                meter=self.meter,
-            )
-        except RuntimeError:
-            # A loop that catches the error begins a new iteration, with all buffers free.
-            self.clock.end_iteration()
-            raise
+        replicas = Replicas(
+            state.slots,
+            state.placement,
+            state.current.transfers,
+            passes=state.parts.passes,
+            events=self,
+            meter=self.meter,
+        )
         self.returns.live.add(replicas)
         replicas.start()
         return replicas
@@ -326,7 +321,7 @@ class Prefetcher(StepEvents):
     def iteration_begins(self, iteration: int) -> None:
         """Begin an iteration of all parts of the model. Collective; the order matters."""
         if self.find_conflicts is not None:
-            check_model(self.states, self.find_conflicts, self.clock)
+            check_model(self.states, self.find_conflicts)
             self.find_conflicts = None
         # If weights were loaded in the middle of an iteration, gradients may still wait.
         self.returns.complete()
@@ -364,21 +359,12 @@ class Prefetcher(StepEvents):
             )
 
     def release_memory(self) -> int:
-        """Free all buffers on this rank; the next iteration allocates them again.
+        """Free all buffers on this rank; the next iteration allocates them again. Collective.
 
         Returns:
             Bytes freed; 0 if none were allocated.
-
-        Raises:
-            RuntimeError: while gradients of replicas wait to return to their homes.
         """
-        waiting = sorted(r.label for r in self.returns.live if r.is_accumulating)
-        if waiting:
-            raise RuntimeError(
-                f"FSSDP: megatron_hecate.release(model) while gradients of replicas wait "
-                f"({', '.join(waiting)}); call it after the optimizer's step, or after "
-                "finish_grad_sync() or zero_grad_buffer() of every model chunk"
-            )
+        self.returns.complete()
         freed = self.pool.nbytes
         if freed:
             self.clock.end_iteration("memory was released")
