@@ -45,10 +45,11 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict, list[str]]
 
     targets = []
 
-    def note(target: launcher.Target, flags: dict, arguments: list[str], _: list[str]) -> int:
-        targets.append((target.name, flags, arguments))
+    def note(target: str, flags: dict, arguments: list[str], *, is_module: bool) -> int:
+        targets.append((target, flags, arguments))
         return 0
 
     monkeypatch.setattr(launcher, "_run", note)
+    monkeypatch.setattr(launcher, "_stay_in_front", list)
     monkeypatch.setattr(sys, "path", [*sys.path])
     return targets

@@ -196,16 +196,14 @@ def test_modules_and_console_commands() -> None:
     )
     (folder / "pack" / "failing.py").write_text(report.format(7))
     (folder / "bin").mkdir()
-    (folder / "run.sh").write_text("torchrun pretrain_gpt.py\n")
-    (folder / "bin" / "plain").write_text(f"#!{sys.executable}\nprint(__name__, __file__)\n")
-    (folder / "bin" / "shell").write_text("#!/bin/sh\necho shell\n")
-    for name in ("plain", "shell"):
+    head = f"#!{sys.executable}\nimport sys\n"
+    for name, text in {
+        "plain": "print(__name__, __file__)\n",
+        "train-pack": "from pack.inner import main\nsys.exit(main())\n",
+        "fail-pack": "from pack.failing import main\nsys.exit(main())\n",
+    }.items():
+        (folder / "bin" / name).write_text(head + text)
         (folder / "bin" / name).chmod(0o755)
-    metadata = folder / "pack-1.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: pack\nVersion: 1\n")
-    commands = "[console_scripts]\ntrain-pack = pack.inner:main\nfail-pack = pack.failing:main\n"
-    (metadata / "entry_points.txt").write_text(commands)
     os.chdir(folder)
     sys.path.insert(1, str(folder))
     os.environ["PATH"] += os.pathsep + str(folder / "bin")
@@ -234,18 +232,16 @@ def test_modules_and_console_commands() -> None:
     status, said = run("--moe-fssdp", "--moe-fssdp-slots=3", "-m", "pack.inner", "a.py")
     assert f"__main__ ['{folder / 'pack' / 'inner.py'}', 'a.py'] {folder} True" in said
     assert status == 1 and "pack.inner built no model" in said, "it ends with sys.exit(0)"
-    assert run("train-pack", "a") == (0, f"pack.inner ['train-pack', 'a'] {folder} False\n")
+    train = folder / "bin" / "train-pack"
+    said = f"pack.inner ['{train}', 'a'] {train.parent} False\n"
+    assert run("train-pack", "a") == (0, said)
     assert run("--moe-fssdp-slots", "3", "fail-pack", "a.py")[0] == 7
     assert run("plain")[1] == f"__main__ {folder / 'bin' / 'plain'}\n"
-    shell = folder / "bin" / "shell"
     for words, message in {
         "torchrun train.py": "torchrun starts the ranks, so it must precede our launcher: torchrun ... -m "
         "megatron_hecate run ... -- SCRIPT.py\n",
         "-m torch.distributed.run": "torch.distributed.run starts the ranks",
-        "shell": f"shell ({shell}) is not written in Python; give a script, -m MODULE, or",
-        "run.sh": "run.sh is not written in Python",
-        "-m no_such_module.inner": "there is no module no_such_module.inner",
-        "-m": "-m needs the name of a module",
+        "-m": "no SCRIPT.py given, nor -m MODULE",
         "plain --moe-fssdp --moe-fssdp-slots -3": "slots=-3 must be",
     }.items():
         status, said = run(*words.split())

@@ -13,12 +13,9 @@ too. Arguments of the target stay as they are, also a ``--``.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import importlib.abc
 import importlib.machinery
-import importlib.metadata
-import importlib.util
 import os
 import runpy
 import shutil
@@ -28,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron_hecate.comm.rank_0 import VARIABLES, environment_number, refer_to_rank_0
+from megatron_hecate.comm.rank_0 import environment_number, refer_to_rank_0
 from megatron_hecate.config import FLAG, HecateConfig
 from megatron_hecate.switch_on.request import REQUEST
 
@@ -55,92 +52,8 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """Script, module or console command that the launcher runs.
-
-    Args:
-        name: ``sys.argv[0]`` of the target.
-        folder: ``sys.path[0]`` of the target.
-        run: function that runs the target as ``__main__``.
-    """
-
-    name: str
-    folder: str
-    run: Callable[[], Any]
-
-
-def _find_target(name: str, *, is_module: bool) -> Target:
-    """Find a target without importing it.
-
-    Raises:
-        ValueError: for a target that does not exist, is not Python, or starts ranks itself.
-    """
-    if name in STARTERS:
-        raise ValueError(
-            f"{name} starts the ranks, so it must precede our launcher: "
-            "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
-        )
-    if is_module:
-        return _find_module(name)
-    if name.startswith("-"):
-        raise ValueError(
-            f"a script, -m MODULE or a console command must follow --, got {name}; "
-            "our flags stand before --, or behind the script"
-        )
-    path = Path(name)
-    if path.is_file() or (path / "__main__.py").is_file():
-        return _find_script(name)
-    if path.suffix == ".py" or os.sep in name:
-        raise ValueError(f"{name} does not exist")
-    return _find_console_command(name)
-
-
-def _find_module(name: str) -> Target:
-    if not name:
-        raise ValueError("-m needs the name of a module")
-    sys.path[0] = str(Path.cwd())
-    if importlib.util.find_spec(name.partition(".")[0]) is None:
-        raise ValueError(f"there is no module {name}")
-    run = functools.partial(runpy.run_module, name, run_name="__main__", alter_sys=True)
-    return Target(name, sys.path[0], run)
-
-
-def _find_script(name: str) -> Target:
-    path = Path(name).absolute()
-    if path.is_file() and not _is_python(path, otherwise=path.suffix != ".sh"):
-        raise ValueError(f"{name} is not written in Python; give the script that it starts")
-    file = path.resolve()
-    folder = file if file.is_dir() else file.parent
-    run = functools.partial(runpy.run_path, str(path), run_name="__main__")
-    return Target(str(path), str(folder), run)
-
-
-def _find_console_command(name: str) -> Target:
-    path = shutil.which(name)
-    folder = str(Path(path).resolve().parent if path else Path.cwd())
-    if commands := list(importlib.metadata.entry_points(group="console_scripts", name=name)):
-        return Target(path or name, folder, lambda: sys.exit(commands[0].load()()))
-    if path is not None and _is_python(Path(path), otherwise=False):
-        return Target(path, folder, functools.partial(runpy.run_path, path, run_name="__main__"))
-    problem = f"{name} does not exist"
-    if path is not None:
-        problem = f"{name} ({path}) is not written in Python"
-    raise ValueError(
-        f"{problem}; give a script, -m MODULE, or a console command of this Python "
-        "environment; megatron-hecate --help lists our own commands"
-    )
-
-
-def _is_python(path: Path, *, otherwise: bool) -> bool:
-    """Return whether a file's first line names Python; ``otherwise`` if it names no interpreter."""
-    with path.open("rb") as file:
-        first = file.readline()
-    return b"python" in first if first.startswith(b"#!") else otherwise
-
-
 def make_parser() -> Parser:
-    """Build the parser of the launcher's own flags."""
+    """Build the parser of the launcher's command line."""
     parser = Parser(
         prog="megatron-hecate run",
         usage="megatron-hecate run [--moe-fssdp ...] [--] "
@@ -152,6 +65,8 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     HecateConfig.add_arguments(parser)
+    parser.add_argument("-m", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("target", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 
 
@@ -162,78 +77,72 @@ def main(argv: list[str]) -> int:
         argv: our flags, the target, and its arguments.
     """
     parser = make_parser()
-    try:
-        for name in VARIABLES:
-            environment_number(name)
-    except ValueError as error:
-        # not by the parser, which prints on rank 0 only
-        print(f"{parser.prog}: error: {error}", file=sys.stderr)
-        return 2
-    words, target_words = _split(argv, parser)
-    # -h exits here
-    flags, unknown = _parse(parser, words)
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    if not target_words:
+    options = parser.parse_args(argv)
+    words = argv[: len(argv) - len(options.target)]
+    target = options.target[1:] if options.target[:1] == ["--"] else options.target
+    is_module = options.m or target[:1] == ["-m"]
+    if options.m:
+        words.remove("-m")
+    elif is_module:
+        target = target[1:]
+    if not target:
         parser.error("no SCRIPT.py given, nor -m MODULE, nor a console command")
-    is_module = target_words[0] == "-m"
-    name, *arguments = target_words[1:] or [""] if is_module else target_words
-    try:
-        target = _find_target(name, is_module=is_module)
-    except ValueError as error:
-        parser.error(str(error))
+    name, *arguments = target
     # validate now: Megatron takes minutes to start
     try:
-        flags |= flags_among(arguments)
+        if name in STARTERS:
+            raise ValueError(
+                f"{name} starts the ranks, so it must precede our launcher: "
+                "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
+            )
+        path = Path.cwd() / name if is_module else _find_file(name)
+        flags = flags_among([*words, *arguments])
         validate(flags)
     except ValueError as error:
-        parser.error(f"--moe-fssdp: {error}")
+        parser.error(str(error))
     # paths must be absolute, because the script may change the working directory
-    for name in ("moe_fssdp_speeds", "moe_fssdp_record"):
-        if flags.get(name) is not None:
-            flags[name] = str(Path(flags[name]).absolute())
-    # as Python sets it for a script
-    sys.path[0] = target.folder
-    return _run(target, flags, arguments, words)
+    for file in ("moe_fssdp_speeds", "moe_fssdp_record"):
+        if flags.get(file) is not None:
+            flags[file] = str(Path(flags[file]).absolute())
+    # as Python sets it
+    sys.path[0] = str(path if path.is_dir() else path.resolve().parent)
+    _stay_in_front(words)
+    return _run(name if is_module else str(path), flags, arguments, is_module=is_module)
 
 
-def _split(argv: list[str], parser: argparse.ArgumentParser) -> tuple[list[str], list[str]]:
-    """Split ``argv`` at the first word that is neither a flag of ``parser`` nor its value.
-
-    A ``--`` in front of the target is dropped.
-    """
-    takes_value: dict[str, bool] = {}
-    for action in parser._actions:
-        takes_value.update(dict.fromkeys(action.option_strings, action.nargs is None))
-    index = 0
-    while index < len(argv):
-        word = argv[index]
-        if word == "--":
-            return argv[:index], argv[index + 1 :]
-        if word == "-m" or not word.startswith("-"):
-            return argv[:index], argv[index:]
-        index += 2 if takes_value.get(word, False) else 1
-    return argv, []
+def _find_file(name: str) -> Path:
+    """Find the Python file of a script or of a console command."""
+    path = Path(name)
+    if not path.exists():
+        path = Path(shutil.which(name) or name)
+    if not path.exists():
+        raise ValueError(
+            f"{name} does not exist; give a script, -m MODULE, or a console command of this "
+            "Python environment; megatron-hecate --help lists our own commands"
+        )
+    return path.absolute()
 
 
-def _run(target: Target, flags: dict[str, Any], arguments: list[str], words: list[str]) -> int:
+def _run(target: str, flags: dict[str, Any], arguments: list[str], *, is_module: bool) -> int:
     """Run ``target``; return the exit status.
 
     Args:
-        target: target to run.
+        target: path of a Python file, or name of a module.
         flags: our flags, by argparse's names.
         arguments: arguments of the target.
-        words: our flags in front of the target, as words of the command line.
+        is_module: whether ``target`` is a module.
     """
     REQUEST.launched = flags
     if FINDER not in sys.meta_path:
         sys.meta_path.insert(0, FINDER)
     for package in WRAPPERS.keys() & sys.modules.keys():
         _import_wrapper(package)
-    _stay_in_front(words)
-    sys.argv = [target.name, *arguments]
+    sys.argv = [target, *arguments]
     try:
-        target.run()
+        if is_module:
+            runpy.run_module(target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(target, run_name="__main__")
     except SystemExit as end:
         # console commands also raise it on success, and the check below must follow
         if end.code not in (None, 0):
@@ -242,7 +151,7 @@ def _run(target: Target, flags: dict[str, Any], arguments: list[str], words: lis
         if environment_number("RANK") == 0:
             text = "built no model by megatron.training or Megatron-Bridge: FSSDP was off"
             # a framework may replace ``print``
-            sys.stderr.write(f"FSSDP: {target.name} {text}\n")
+            sys.stderr.write(f"FSSDP: {target} {text}\n")
         return 1
     return 0
 
@@ -303,34 +212,24 @@ def _stay_in_front(words: list[str]) -> None:
         setattr(os, name, functools.partial(replace, getattr(os, name)))
 
 
-def _parse(
-    parser: argparse.ArgumentParser, words: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Return the flags among ``words``, by argparse's names and without defaults; other words."""
-    unset = object()
-    empty = argparse.Namespace(**dict.fromkeys(HecateConfig().as_arguments(), unset))
-    namespace, words_left = parser.parse_known_args(words, empty)
-    return {
-        name: value for name, value in vars(namespace).items() if value is not unset
-    }, words_left
-
-
-def flags_among(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return our flags among a script's own arguments.
+def flags_among(words: Sequence[str]) -> dict[str, Any]:
+    """Return our flags among ``words``, by argparse's names and without defaults.
 
     Raises:
         ValueError: for a flag that does not exist, or has an invalid value.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     HecateConfig.add_arguments(parser)
+    for action in parser._actions:
+        action.default = argparse.SUPPRESS
     try:
-        flags, words = _parse(parser, arguments)
+        flags, other_words = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise ValueError(str(error)) from None
-    for flag in (word.partition("=")[0] for word in words if word.startswith("--")):
+    for flag in (word.partition("=")[0] for word in other_words if word.startswith("--")):
         if flag.lower().replace("_", "-").replace("--no-", "--").startswith(FLAG):
             raise ValueError(f"{flag} does not exist; megatron-hecate run --help lists the flags")
-    return flags
+    return vars(flags)
 
 
 def validate(values: Mapping[str, Any]) -> HecateConfig | None:
