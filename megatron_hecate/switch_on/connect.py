@@ -11,8 +11,7 @@ import functools
 import itertools
 import socket
 import zlib
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,12 +28,7 @@ from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
 from megatron_hecate.faults.rendezvous import Question, Verdict
 from megatron_hecate.nvlink.launch import TransferKernels
-from megatron_hecate.nvlink.peer_memory import (
-    COUNTERS,
-    SHARED,
-    free_shared_bytes,
-    symmetric_problem,
-)
+from megatron_hecate.nvlink.peer_memory import symmetric_problem
 from megatron_hecate.nvlink.peers import nvlink_domain
 from megatron_hecate.nvlink.program import MAX_RANKS
 from megatron_hecate.nvlink.selftest import self_test
@@ -54,8 +48,6 @@ class Connection:
         why: short reason for the choice of "auto"; else empty.
         nodes: node number of each rank of a group, for every FSSDP group of this rank.
         transports: transport of every FSSDP group of this rank; empty if there are problems.
-        machines: on rank 0, host name and free bytes of shared memory of every rank of the job;
-            empty on other ranks.
         exposed: on rank 0, explanation of transfers that compute waits for, with the way out; empty
             where none are known at setup.
         nccl_bytes: bytes of this rank's GPU that NCCL took to connect the ranks.
@@ -65,32 +57,8 @@ class Connection:
     why: str
     nodes: Mapping[Group, tuple[int, ...]]
     transports: Mapping[Group, Transport]
-    machines: Sequence[tuple[str, int]] = ()
     exposed: str = ""
     nccl_bytes: int = 0
-
-    def shared_memory_problems(self, replica_bytes: Mapping[int, int]) -> list[str]:
-        """Return an error for every node with too little shared memory for its CPU ranks. Rank 0.
-
-        Args:
-            replica_bytes: bytes of the buffers of replicas and of the transport, for every rank
-                that has replicas.
-        """
-        if self.name != NVLink.name or on_gpus():
-            return []
-        num_bytes: Counter[str] = Counter()
-        free: dict[str, int] = {}
-        for rank, size in replica_bytes.items():
-            node, free_bytes = self.machines[rank]
-            num_bytes[node] += size + COUNTERS
-            free[node] = min(free.get(node, free_bytes), free_bytes)
-        return [
-            f"transport={self.name!r} needs {num_bytes[node]} bytes of shared memory on {node}, "
-            f"{free[node]} are free in {SHARED}; make it larger, or use p2p, fewer slots or a "
-            "shorter lifetime"
-            for node in sorted(num_bytes)
-            if num_bytes[node] > free[node]
-        ]
 
 
 def connect(
@@ -116,12 +84,11 @@ def connect(
     """
     site = _Site.of_this_rank(request, groups, problems)
     # All ranks create their groups in this order, so that no ranks wait for each other in a circle.
-    job, parts, sites = _decide(site, sorted(groups), timeout=timeout)
+    job, parts = _decide(site, sorted(groups), timeout=timeout)
     name, why = job["name"], job["why"]
     problems += job["against"]
-    machines = [(peer.node, peer.shared_memory) for peer in sites]
     if not job["go on"]:
-        return Connection(name, why, {}, {}, machines)
+        return Connection(name, why, {}, {})
     has_pairs = name == P2P.name or job["across"]
     nccl = NcclSettings(nccl_ctas, pairs=has_pairs) if on_gpus() else None
     # With one hardware queue `Transfer.wait` enqueues the end of a fetch, which hides its duration.
@@ -138,44 +105,49 @@ def connect(
             domains = parts[group]["domains"]
             transports[group] = _make_nvlink(everyone, domains, nccl, timeout=timeout)
     nccl_bytes = free - _free_bytes()
-    failures, is_usable = _test(name, transports, timeout=timeout)
+    failures: list[str] = []
+    is_usable = True
+    if name == NVLink.name:
+        failures, is_usable = self_test(transports.values(), device_of_rank(), timeout=timeout)
     # A rank whose CUDA context was destroyed by the self-test cannot continue with any transport.
     if failures and request == AUTO and is_usable:
         why = f"{name} failed its self-test: {'; '.join(failures)}"
         name = P2P.name
-        nccl_bytes += _connect_all_pairs(process_groups.values(), nccl, timeout=timeout)
+        if nccl is not None:
+            free = _free_bytes()
+            all_pairs = dataclasses.replace(nccl, pairs=True)
+            for everyone in process_groups.values():
+                connect_ranks(everyone, all_pairs, label=LABEL, timeout=timeout)
+            nccl_bytes += free - _free_bytes()
         transports = {group: make_p2p(everyone) for group, everyone in process_groups.items()}
     elif failures:
         problems += [f"transport={request!r} failed its self-test: {text}" for text in failures]
         transports = {}
     exposed = ""
-    if sites and job["one queue"]:
+    if dist.get_rank() == 0 and job["one queue"]:
         exposed = explain_exposed(name, across_domains=job["across"])
     nodes = {group: tuple(part["nodes"]) for group, part in parts.items()}
-    return Connection(name, why, nodes, transports, machines, exposed, max(0, nccl_bytes))
+    return Connection(name, why, nodes, transports, exposed, max(0, nccl_bytes))
 
 
 def _decide(
     site: _Site, groups: Sequence[Group], *, timeout: float
-) -> tuple[Mapping[str, Any], dict[Group, Any], list[_Site]]:
+) -> tuple[Mapping[str, Any], dict[Group, Any]]:
     """Gather every rank's summary on rank 0 and broadcast its decision. Collective.
 
     Returns:
-        Decision for the job; layout of each of ``groups``, if the setup goes on; on rank 0 the
-        summaries of all ranks.
+        Decision for the job; layout of each of ``groups``, if the setup goes on.
     """
-    sites: list[_Site] = []
 
     def judge(notes: list[Any]) -> Verdict:
-        sites.extend(_Site(**fields) for fields in notes)
-        return _choose_transport(sites)
+        return _choose_transport([_Site(**fields) for fields in notes])
 
     names = [_name_of(group) for group in groups]
     verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(site), judge, groups=names)
     parts: dict[Group, Any] = {}
     if verdict.job["go on"]:
         parts = {group: verdict.groups[name] for group, name in zip(groups, names, strict=True)}
-    return verdict.job, parts, sites
+    return verdict.job, parts
 
 
 def _make_nvlink(
@@ -198,28 +170,6 @@ def _make_nvlink(
     return NVLink(everyone, group_of_domain, domains=domains, timeout=timeout)
 
 
-def _test(
-    name: str, transports: Mapping[Group, Transport], *, timeout: float
-) -> tuple[list[str], bool]:
-    """Run the self-test of transport ``name``. Returns as `self_test`."""
-    if name != NVLink.name:
-        return [], True
-    return self_test(transports.values(), device_of_rank(), timeout=timeout)
-
-
-def _connect_all_pairs(
-    process_groups: Iterable[dist.ProcessGroup], nccl: NcclSettings | None, *, timeout: float
-) -> int:
-    """Connect all pairs of ranks, unless they are; return the bytes of the GPU that NCCL took."""
-    if nccl is None or nccl.pairs:
-        return 0
-    free = _free_bytes()
-    all_pairs = dataclasses.replace(nccl, pairs=True)
-    for process_group in process_groups:
-        connect_ranks(process_group, all_pairs, label=LABEL, timeout=timeout)
-    return free - _free_bytes()
-
-
 def _free_bytes() -> int:
     """Synchronize this rank's GPU and return its free bytes; 0 on CPU ranks."""
     if not on_gpus():
@@ -235,26 +185,22 @@ class _Site:
     Args:
         request: requested transport.
         has_problems: True if the rank knows of problems.
-        groups: names of the FSSDP groups that the rank is in.
         first_of: ranks of each FSSDP group whose first rank this is, so that one rank describes
             each group.
         node: host name of the rank's machine.
         domain: name of the rank's NVLink domain; the CPU ranks of one machine share a domain.
         unable: reason why our kernels cannot run on the rank; else empty.
         slower: reason to avoid our kernels unless they are requested; else empty.
-        shared_memory: free bytes of shared memory on the rank's machine.
         one_queue: result of `transfer.has_one_queue`.
     """
 
     request: str
     has_problems: bool = False
-    groups: Sequence[str] = ()
     first_of: Sequence[Sequence[int]] = ()
     node: str = ""
     domain: str = ""
     unable: str = ""
     slower: str = ""
-    shared_memory: int = 0
     one_queue: bool = False
 
     @classmethod
@@ -275,13 +221,11 @@ class _Site:
         return cls(
             request=request,
             has_problems=bool(problems),
-            groups=[_name_of(group) for group in groups],
             first_of=[group for group in groups if group[0] == dist.get_rank()],
             node=node,
             domain=domain,
             unable="".join(unable),
             slower=slower,
-            shared_memory=free_shared_bytes(),
             one_queue=on_gpus() and has_one_queue(),
         )
 
@@ -298,9 +242,6 @@ def _choose_transport(sites: Sequence[_Site]) -> Verdict:
     layouts = {_name_of(group): _lay_out(group, sites) for group in groups}
     domains = [layout["domains"] for layout in layouts.values()]
     name, why, against = _choose(sites, domains)
-    # A rank with problems, or with other settings, may have built no layers.
-    if is_ready:
-        against += _check_groups(groups, sites)
     go_on = is_ready and not against
     job = {
         "name": name,
@@ -356,19 +297,6 @@ def _choose(
     if against:
         return P2P.name, "; ".join(against), []
     return NVLink.name, "peers share NVLink, and a self-test moved every byte", []
-
-
-def _check_groups(groups: Sequence[Group], sites: Sequence[_Site]) -> list[str]:
-    """Return an error for every FSSDP group that some of its ranks are not in."""
-    counts = Counter(itertools.chain.from_iterable(site.groups for site in sites))
-    sizes = {_name_of(group): len(group) for group in groups}
-    # A group whose first rank is not in it was described by no rank, so its size is unknown.
-    return [
-        f"FSSDP group {name} (its first rank, and a hash of its ranks): {count} ranks have MoE "
-        f"layers, expected {sizes.get(name, 'its first rank as well')}"
-        for name, count in counts.items()
-        if count != sizes.get(name)
-    ]
 
 
 def _name_of(group: Sequence[int]) -> str:

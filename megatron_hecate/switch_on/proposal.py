@@ -82,7 +82,7 @@ class Proposal:
         Returns:
             The settings, with lifetime and transport resolved; on rank 0 the notes of all ranks.
         """
-        judge = functools.partial(validate_job, self.config, self.connection)
+        judge = functools.partial(validate_job, self.config)
         lifetime, notes = self._note().agree(timeout=self.config.timeout, judge=judge)
         resolved = dataclasses.replace(
             self.config, lifetime=lifetime, transport=self.connection.name
@@ -273,9 +273,7 @@ def _estimate_memory(
     return dataclasses.asdict(RankMemory(by_lifetime, free))
 
 
-def validate_job(
-    config: HecateConfig, connection: Connection, notes: list[Note]
-) -> tuple[list[str], str]:
+def validate_job(config: HecateConfig, notes: list[Note]) -> tuple[list[str], str]:
     """Validate the whole job and decide its lifetime of replicas, on rank 0.
 
     Returns:
@@ -283,13 +281,8 @@ def validate_job(
     """
     memory = _job_memory(notes)
     lifetime = memory.choose_lifetime(config.lifetime)
-    replica_bytes = {
-        rank: estimate.by_lifetime[lifetime].replicas for rank, estimate in memory.ranks.items()
-    }
     too_large = memory.explain_too_large(lifetime, slots=config.slots)
-    problems = connection.shared_memory_problems(replica_bytes)
-    if too_large is not None:
-        problems.append(too_large)
+    problems = [] if too_large is None else [too_large]
     return problems, lifetime
 
 

@@ -224,11 +224,9 @@ def test_a_large_job_switches_on(store: dist.TCPStore, size: int) -> None:
         group = groups[rank // of_group]
         return connecting._Site(
             request="p2p",
-            groups=[names[rank // of_group]],
             first_of=[group] if group[0] == rank else [],
             node=f"node-{rank // 8:05d}.cluster.example",
             domain=f"node-{rank // 8:05d}.cluster.example",
-            shared_memory=10**11,
         )
 
     def note(rank: int) -> Note:
