@@ -10,18 +10,19 @@ written are not read.
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import hashlib
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_hecate import files
 
 VARIABLE = "MEGATRON_HECATE_CACHE"
-# mode of a file with code
-PRIVATE: int = 0o600
+# Seconds to wait for the rank that compiles, at most; then this one compiles, too.
+LONGEST_WAIT: float = 120.0
 
 
 def folder() -> Path:
@@ -80,14 +81,18 @@ def write(name: str, code: bytes) -> None:
     """
     path = _make_folder() / name
     with _way_out(path.parent):
-        files.replace(path, code, mode=PRIVATE)
+        files.replace(path, code, mode=files.PRIVATE)
 
 
 def _make_folder() -> Path:
     """Make the folder, and return it; errors as `write`."""
     path = folder()
     with _way_out(path):
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # The umask decides on the mode of parents, but others must not write there: they could
+        # replace the folder.
+        for parent in reversed([one for one in path.parents if not one.exists()]):
+            parent.mkdir(mode=0o755, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
         _check_owner(path)
     return path
 
@@ -106,7 +111,7 @@ def _way_out(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def turn() -> Iterator[None]:
-    """Wait until no other process of this machine and user compiles.
+    """Wait until no other process of this machine and user compiles for the folder.
 
     The lock is a file of the machine and not of the folder, which may be read-only or on a file
     system without locks. It ends with the process that holds it.
@@ -114,11 +119,14 @@ def turn() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         # Without a lock every process compiles: slow, and right.
         with contextlib.suppress(OSError):
-            path = Path(tempfile.gettempdir(), f"megatron-hecate-{os.getuid()}.lock")
+            digest = hashlib.sha256(str(folder()).encode()).hexdigest()[:12]
+            path = Path(tempfile.gettempdir(), f"megatron-hecate-{os.getuid()}-{digest}.lock")
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            descriptor = os.open(path, flags, PRIVATE)
+            descriptor = os.open(path, flags, files.PRIVATE)
             stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            end = time.monotonic() + LONGEST_WAIT
+            while not files.try_lock(descriptor) and time.monotonic() < end:
+                time.sleep(0.05)
         yield
 
 

@@ -1,15 +1,30 @@
-"""Files that are replaced as a whole, so that no reader sees a part and no error leaves one."""
+"""Files that are replaced as a whole, so that no reader sees a part and no error leaves one.
+
+Files that others may have damaged are read within bounds.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 # Mode of a file before the umask.
 OPEN_TO_UMASK: int = 0o666
+PRIVATE: int = 0o600
+# Bytes of a file that is read, at most.
+MOST_BYTES: int = 1 << 30
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFSOCK: "a socket",
+}
 
 
 def replace(
@@ -60,7 +75,48 @@ def _new_file(path: Path, mode: int) -> Iterator[tuple[int, Path]]:
             new.unlink()
 
 
+def read_file(path: Path | str) -> bytes:
+    """Read a regular file.
+
+    Raises:
+        FileNotFoundError: if there is no such file.
+        ValueError: for a file of another kind, with too many bytes, or that cannot be read.
+    """
+    path = Path(path)
+    try:
+        # Opening a FIFO does not wait for a writer.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read ({describe(error)})") from error
+    # Of the open file: its name may be another file's by now.
+    status = os.fstat(descriptor)
+    if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
+        os.close(descriptor)
+        raise ValueError(f"{path} is {kind}, not a regular file")
+    with os.fdopen(descriptor, "rb") as file:
+        if status.st_size > MOST_BYTES:
+            raise ValueError(f"{path} has {status.st_size:,} bytes, more than {MOST_BYTES:,}")
+        # Not at most `MOST_BYTES`, for which memory would be taken at once.
+        return file.read(status.st_size)
+
+
 def describe(error: BaseException) -> str:
     """Format an error as one short line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file until it is closed; return False if another one holds the lock.
+
+    A file system without locks refuses none.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

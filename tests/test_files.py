@@ -25,7 +25,7 @@ def _names(folder: Path) -> list[str]:
 @pytest.mark.parametrize("content", ["text: µ", b"\0bytes"])
 def test_content_and_mode(content: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "file"
-    for mode, right in ((files.OPEN_TO_UMASK, 0o666), (0o600, 0o600)):
+    for mode, right in ((files.OPEN_TO_UMASK, 0o666), (files.PRIVATE, 0o600)):
         files.replace(path, content, mode=mode)
         assert path.read_bytes() == (content.encode() if isinstance(content, str) else content)
         umask = os.umask(0)

@@ -103,7 +103,7 @@ class Speeds:
             ValueError: if the file is missing or malformed; the message names file and cause.
         """
         try:
-            values = json.loads(Path(path).read_bytes())
+            values = json.loads(files.read_file(path))
             speeds = {name: values[name] for name in values if name not in ("origin", "units")}
             for name in ("intra", "inter"):
                 speeds[name] = Link(**values[name])

@@ -7,13 +7,14 @@ Letters in shapes: T iterations, L layers, N ranks, E experts.
 from __future__ import annotations
 
 import dataclasses
+import io
 import statistics
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from megatron_hecate.files import describe
+from megatron_hecate.files import describe, read_file
 from megatron_hecate.plan import Link, Speeds
 from megatron_hecate.record.prices import PricedRecord
 from megatron_hecate.record.run_folder import RunInfo, RunRecord, read
@@ -292,7 +293,7 @@ def _over_mean(fullest: np.ndarray, load: np.ndarray) -> np.ndarray:
 def _read_loads(path: Path) -> np.ndarray:
     """Read the loads in an .npz, [T, L, E], summed over sources."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with np.load(io.BytesIO(read_file(path)), allow_pickle=False) as file:
             arrays = dict(file)
     # zipfile, zlib, numpy and numpy's header parser raise exceptions of their own.
     except Exception as error:

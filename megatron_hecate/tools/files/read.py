@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron_hecate.files import read_file
 from megatron_hecate.tools.files import jobs
 
 SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
@@ -26,7 +27,7 @@ def read_jobs(path: Path) -> list[jobs.Job]:
         ValueError: for a file that cannot be read, or without settings.
     """
     try:
-        text = path.read_text("utf-8-sig")
+        text = read_file(path).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot be read: {error}") from None
     suffix = path.suffix.lower()
