@@ -9,6 +9,7 @@ import dataclasses
 import operator
 from collections import deque
 from itertools import chain
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -29,7 +30,17 @@ from megatron_hecate.routing.rerouter import Rerouter
 from megatron_hecate.step.layer_parts import LayerParts
 
 
-class LayerState:
+class Uncopied:
+    """Mixin of objects on a model that cannot be copied or pickled with the model."""
+
+    def __reduce_ex__(self, _: Any) -> NoReturn:
+        raise TypeError(
+            "a model with FSSDP cannot be copied or pickled, as its replicas belong to one model; "
+            "build another model and load this one's state_dict(), or copy it before the hook"
+        )
+
+
+class LayerState(Uncopied):
     """State of one converted layer on this rank.
 
     Args:

@@ -35,7 +35,7 @@ from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.detect import Detector
 from megatron_hecate.step.gradient_returns import GradientReturns
 from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast, plan_late
-from megatron_hecate.step.layer_state import LayerState
+from megatron_hecate.step.layer_state import LayerState, Uncopied
 from megatron_hecate.step.load_monitor import LoadMonitor
 from megatron_hecate.step.model_check import check_experts, check_model
 from megatron_hecate.step.trained_experts import TrainedExperts
@@ -49,7 +49,7 @@ class Rehoming(StepEvents, abc.ABC):
         """Move all experts back to their original ranks until the next iteration. Collective."""
 
 
-class Prefetcher(StepEvents):
+class Prefetcher(Uncopied, StepEvents):
     """Prefetcher of the replicas of one model's layers on this rank.
 
     Args:

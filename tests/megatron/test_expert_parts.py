@@ -6,6 +6,7 @@ scaling, activation statistics, steering, pruning, `torch.nn.utils.parametrize`,
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import types
@@ -366,3 +367,8 @@ def test_one_module_of_experts_in_two_layers() -> None:
     assert train(lambda chunks: observe(tie(chunks))) == train(tie)
     ours = train(lambda chunks: tiny_gpt.fssdp_hook()(tie_weights(chunks)))
     assert ours == pytest.approx(train(tie_weights), rel=1e-5)
+    chunks, _ = tiny_gpt.build(case, tiny_gpt.fssdp_hook())
+    with pytest.raises(
+        TypeError, match=r"with FSSDP cannot be copied or pickled, .* state_dict\(\)"
+    ):
+        copy.deepcopy(chunks[0])
