@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_hecate.comm.collectives import gather_rows
 from megatron_hecate.comm.rank_0 import environment_number, refer_to_rank_0
-from megatron_hecate.faults.rendezvous import Question, Verdict
+from megatron_hecate.faults.rendezvous import Question
 
 # Upper bound on the problems in an error: every rank reads the list.
 LISTED: int = 64
@@ -64,13 +64,12 @@ class Note:
         """
         notes: list[Note] = []
 
-        def compare(gathered: list[Any]) -> Verdict:
+        def compare(gathered: list[Any]) -> list[Any]:
             notes.extend(Note(**fields) for fields in gathered)
             problems, decision = judge(notes)
-            return Verdict([shorten([*_find_problems(notes), *problems]), decision])
+            return [shorten([*_find_problems(notes), *problems]), decision]
 
-        verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(self), compare)
-        problems, decision = verdict.job
+        problems, decision = Question.next(timeout=timeout).ask(dataclasses.asdict(self), compare)
         refuse(problems)
         return decision, notes
 

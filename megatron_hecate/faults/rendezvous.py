@@ -1,6 +1,6 @@
-"""Rendezvous of all ranks: gather one JSON message per rank on rank 0, broadcast rank 0's decision.
+"""Rendezvous of all ranks: gather one JSON note per rank on rank 0, broadcast rank 0's decision.
 
-Messages travel through the job's store, not over a process group: a rank that never takes part is
+Notes travel through the job's store, not over a process group: a rank that never takes part is
 then a named error after the timeout, not a collective that hangs. Each rank makes four or five
 requests, regardless of the size of the job; the store of a job with 16,384 ranks serves all of them
 in seconds.
@@ -13,7 +13,7 @@ import dataclasses
 import json
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Self
 
@@ -32,55 +32,37 @@ PATIENCE: float = 5.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Verdict:
-    """Decision of rank 0. JSON-serializable.
-
-    Args:
-        job: part that every rank reads; a few bytes, regardless of the size of the job.
-        groups: part that only the ranks of a group read, by the group's name.
-    """
-
-    job: Any
-    groups: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
 class Question:
-    """One gather to rank 0 and one broadcast of its decision, through the store.
+    """One gather of notes to rank 0 and one broadcast of its decision, through the store.
 
-    The store does not grow with the number of questions.
+    The notes stay in the store, where any rank can `read` them.
 
     Args:
-        store: store that all ranks share.
+        store: store of this question, shared by all ranks.
         rank: this rank.
         size: number of ranks.
-        number: sequence number of the question in this attempt of the job, equal on all ranks and
-            ascending. Messages contain it, because a key may still hold an earlier message.
         timeout: seconds that rank 0 waits for the other ranks.
     """
 
     store: dist.Store
     rank: int
     size: int
-    number: int
     timeout: float
 
     @classmethod
     def next(cls, *, timeout: float) -> Self:
         """Create this attempt's next question, over the job's store. Collective."""
         number = Attempt.current().count("question")
-        return cls(_get_default_store(), dist.get_rank(), dist.get_world_size(), number, timeout)
+        store = dist.PrefixStore(f"megatron_hecate/{number}", _get_default_store())
+        return cls(store, dist.get_rank(), dist.get_world_size(), timeout)
 
-    def ask(
-        self, note: Any, judge: Callable[[list[Any]], Verdict], *, groups: Sequence[str] = ()
-    ) -> Verdict:
+    def ask(self, note: Any, judge: Callable[[list[Any]], Any]) -> Any:
         """Send ``note`` to rank 0, and return rank 0's decision. Collective.
 
         Args:
-            note: message of this rank, JSON-serializable.
-            judge: function from the messages of all ranks, by rank, to the decision. Called on rank
-                0 only.
-            groups: names of the groups that this rank is in, for their parts of the decision.
+            note: note of this rank, JSON-serializable.
+            judge: function from the notes of all ranks, by rank, to the decision: a few bytes,
+                regardless of the size of the job. Called on rank 0 only.
 
         Raises:
             TimeoutError: on all ranks, when a rank is missing; names the missing ranks.
@@ -89,81 +71,59 @@ class Question:
         self.post(note)
         if self.rank == 0:
             self.decide(judge)
-        return self.await_decision(groups)
+        return self.await_decision()
 
     def post(self, note: Any) -> None:
-        """Write this rank's message into the store."""
-        self.store.set(_note_of(self.rank), _pack([self.number, note]))
-        if self.store.add(self._key("posted"), 1) == self.size:
-            self.store.set(self._key("complete"), "")
+        """Write this rank's note into the store."""
+        self.store.set(_note_of(self.rank), json.dumps(note))
+        if self.store.add("posted", 1) == self.size:
+            self.store.set("complete", "")
 
-    def decide(self, judge: Callable[[list[Any]], Verdict]) -> None:
-        """Gather all messages, decide, and publish the decision. Rank 0 only."""
-        outcome: dict[str, Any] = {}
-        parts: dict[str, str] = {}
+    def read(self, ranks: Sequence[int]) -> list[Any]:
+        """Read the notes of ``ranks``; ``None`` of a rank without."""
+        texts = read_keys(self.store, [_note_of(rank) for rank in ranks])
+        return [None if text is None else json.loads(text) for text in texts]
+
+    def decide(self, judge: Callable[[list[Any]], Any]) -> None:
+        """Gather all notes, decide, and publish the decision. Rank 0 only."""
         try:
-            notes = self._gather()
+            # A timeout; its subclass of RuntimeError depends on the kind of store.
+            with contextlib.suppress(RuntimeError):
+                self.store.wait(["complete"], timedelta(seconds=self.timeout))
+            notes = self.read(range(self.size))
             missing = [rank for rank, note in enumerate(notes) if note is None]
-            outcome["missing"] = missing[: NAMED + 1]
-            if not missing:
-                verdict = judge([note[1] for note in notes if note is not None])
-                parts = {_part_of(group): _pack(part) for group, part in verdict.groups.items()}
-                outcome["job"] = json.loads(_pack(verdict.job))
+            outcome = {"missing": missing[: NAMED + 1]} if missing else {"decision": judge(notes)}
+            text = json.dumps(outcome)
         # Any exception must reach all ranks: they would wait for the whole timeout otherwise.
         except Exception as error:
             traceback.print_exc()
-            outcome = {"failed": f"{type(error).__name__}: {error}"}
-            parts = {}
-        outcome["parts"] = bool(parts)
-        # The decision is written last, so that a rank that can read it can read its groups' parts.
-        self.store.multi_set(  # type: ignore[attr-defined]
-            [*parts, self._key("verdict")], [*parts.values(), _pack(outcome)]
-        )
-        # Each rank reads the previous decision before it posts the message for this one.
-        previous = dataclasses.replace(self, number=self.number - 1)
-        for name in ("posted", "complete", "verdict"):
-            self.store.delete_key(previous._key(name))
+            text = json.dumps({"failed": f"{type(error).__name__}: {error}"})
+        self.store.set("outcome", text)
 
-    def await_decision(self, groups: Sequence[str] = ()) -> Verdict:
+    def await_decision(self) -> Any:
         """Wait for the decision of rank 0; as `ask`."""
         # Rank 0 may come as late as any rank, and then waits for the other ranks.
         patience = 2 * self.timeout + PATIENCE
-        key = self._key("verdict")
-        parts: Sequence[bytes] = ()
         try:
-            self.store.wait([key], timedelta(seconds=patience))
-            outcome = json.loads(self.store.get(key))
-            if groups and outcome["parts"]:
-                parts = self.store.multi_get([_part_of(group) for group in groups])
-        # In any of these requests: rank 0 may exit right after it has published the decision.
+            self.store.wait(["outcome"], timedelta(seconds=patience))
+            outcome = json.loads(self.store.get("outcome"))
+        # In either request: rank 0 may exit right after it has published the decision.
         except dist.DistNetworkError as error:
             raise RuntimeError(
                 f"FSSDP: rank {self.rank} lost the rendezvous store while it waited for rank 0, "
                 "which has died or left"
             ) from error
-        # A timeout, as in `_gather`.
+        # A timeout, as in `decide`.
         except RuntimeError as error:
             raise _too_late(self.rank, [0], patience) from error
-        if outcome.get("missing"):
+        if "missing" in outcome:
             raise _too_late(0, outcome["missing"], self.timeout)
         if "failed" in outcome:
             raise RuntimeError(
-                "FSSDP: rank 0 failed while it evaluated the messages of all ranks: "
+                f"FSSDP: rank 0 failed while it evaluated the notes of all ranks: "
                 f"{outcome['failed']}"
             )
-        return Verdict(outcome["job"], dict(zip(groups, map(json.loads, parts), strict=False)))
-
-    def _gather(self) -> list[Any]:
-        """Read ``[number, message]`` of every rank, ``None`` of a rank without. Rank 0 only."""
-        # A timeout; its subclass of RuntimeError depends on the kind of store.
-        with contextlib.suppress(RuntimeError):
-            self.store.wait([self._key("complete")], timedelta(seconds=self.timeout))
-        texts = read_keys(self.store, [_note_of(rank) for rank in range(self.size)])
-        notes = [json.loads(text) if text is not None else [0, None] for text in texts]
-        return [note if note[0] == self.number else None for note in notes]
-
-    def _key(self, name: str) -> str:
-        return f"megatron_hecate/{self.number}/{name}"
+        return outcome["decision"]
 
 
 def read_keys(store: dist.Store, keys: Sequence[str]) -> list[bytes | None]:
@@ -180,15 +140,7 @@ def read_keys(store: dist.Store, keys: Sequence[str]) -> list[bytes | None]:
 
 
 def _note_of(rank: int) -> str:
-    return f"megatron_hecate/note/{rank}"
-
-
-def _part_of(group: str) -> str:
-    return f"megatron_hecate/group/{group}"
-
-
-def _pack(value: Any) -> str:
-    return json.dumps(value, separators=(",", ":"))
+    return f"note/{rank}"
 
 
 def _too_late(rank: int, absent: Sequence[int], timeout: float) -> TimeoutError:

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_hecate.comm.agreement import shorten
 from megatron_hecate.comm.problems import collect
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
-from megatron_hecate.faults.rendezvous import Question, Verdict
+from megatron_hecate.faults.rendezvous import Question
 
 # Elements of a chunk: several tiles for several thread blocks, and a tail that fills no vector.
 ELEMENTS: int = 200_003
@@ -40,11 +40,11 @@ def self_test(
             is_usable = False
             lines = lines or [str(error)]
 
-    def sum_up(notes: list[Any]) -> Verdict:
+    def sum_up(notes: list[Any]) -> list[Any]:
         listed, usable = zip(*notes, strict=True)
-        return Verdict([shorten(itertools.chain.from_iterable(listed)), all(usable)])
+        return [shorten(itertools.chain.from_iterable(listed)), all(usable)]
 
-    problems, usable = Question.next(timeout=timeout).ask([lines, is_usable], sum_up).job
+    problems, usable = Question.next(timeout=timeout).ask([lines, is_usable], sum_up)
     if usable:
         return problems, True
     way_out = "restart with --moe-fssdp-transport p2p: CUDA is unusable after this error"

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 import socket
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from megatron_hecate.comm.problems import collect
 from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
-from megatron_hecate.faults.rendezvous import Question, Verdict
+from megatron_hecate.faults.rendezvous import Question
 from megatron_hecate.nvlink.launch import TransferKernels
 from megatron_hecate.nvlink.peer_memory import symmetric_problem
 from megatron_hecate.nvlink.peers import nvlink_domain
@@ -37,6 +36,7 @@ from megatron_hecate.nvlink.transport import NVLink
 LABEL = "fssdp transfers"
 
 Group = tuple[int, ...]  # ranks of the job, ascending
+Domains = list[list[int]]  # NVLink domains of a group, as numbers of its ranks
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -84,7 +84,7 @@ def connect(
     """
     site = _Site.of_this_rank(request, groups, problems)
     # All ranks create their groups in this order, so that no ranks wait for each other in a circle.
-    job, parts = _decide(site, sorted(groups), timeout=timeout)
+    job, layouts = _decide(site, sorted(groups), timeout=timeout)
     name, why = job["name"], job["why"]
     problems += job["against"]
     if not job["go on"]:
@@ -95,14 +95,14 @@ def connect(
     make_p2p = functools.partial(P2P, timeout=timeout, can_time=not job["one queue"])
     free = _free_bytes()
     process_groups = {
-        group: new_group(group, description=LABEL, timeout=timeout, nccl=nccl) for group in parts
+        group: new_group(group, description=LABEL, timeout=timeout, nccl=nccl) for group in layouts
     }
     transports: dict[Group, Transport] = {}
     for group, everyone in process_groups.items():
         if name == P2P.name:
             transports[group] = make_p2p(everyone)
         else:
-            domains = parts[group]["domains"]
+            _, domains = layouts[group]
             transports[group] = _make_nvlink(everyone, domains, nccl, timeout=timeout)
     nccl_bytes = free - _free_bytes()
     failures: list[str] = []
@@ -126,33 +126,34 @@ def connect(
     exposed = ""
     if dist.get_rank() == 0 and job["one queue"]:
         exposed = explain_exposed(name, across_domains=job["across"])
-    nodes = {group: tuple(part["nodes"]) for group, part in parts.items()}
+    nodes = {group: nodes for group, (nodes, _) in layouts.items()}
     return Connection(name, why, nodes, transports, exposed, max(0, nccl_bytes))
 
 
 def _decide(
     site: _Site, groups: Sequence[Group], *, timeout: float
-) -> tuple[Mapping[str, Any], dict[Group, Any]]:
+) -> tuple[Mapping[str, Any], dict[Group, tuple[Group, Domains]]]:
     """Gather every rank's summary on rank 0 and broadcast its decision. Collective.
 
     Returns:
-        Decision for the job; layout of each of ``groups``, if the setup goes on.
+        Decision for the job; layout of each of ``groups``, as of `_lay_out`, if the setup goes on.
     """
 
-    def judge(notes: list[Any]) -> Verdict:
+    def judge(notes: list[Any]) -> dict[str, Any]:
         return _choose_transport([_Site(**fields) for fields in notes])
 
-    names = [_name_of(group) for group in groups]
-    verdict = Question.next(timeout=timeout).ask(dataclasses.asdict(site), judge, groups=names)
-    parts: dict[Group, Any] = {}
-    if verdict.job["go on"]:
-        parts = {group: verdict.groups[name] for group, name in zip(groups, names, strict=True)}
-    return verdict.job, parts
+    question = Question.next(timeout=timeout)
+    job = question.ask(dataclasses.asdict(site), judge)
+    layouts = {}
+    if job["go on"]:
+        for group in groups:
+            layouts[group] = _lay_out([_Site(**fields) for fields in question.read(group)])
+    return job, layouts
 
 
 def _make_nvlink(
     everyone: dist.ProcessGroup,
-    domains: Sequence[Sequence[int]],
+    domains: Domains,
     nccl: NcclSettings | None,
     *,
     timeout: float,
@@ -230,47 +231,42 @@ class _Site:
         )
 
 
-def _choose_transport(sites: Sequence[_Site]) -> Verdict:
-    """Decide on rank 0: the transport, reasons against it, and the layout of each FSSDP group.
-
-    Ranks of a group need the layout, their nodes and NVLink domains, to create its transport.
-    """
+def _choose_transport(sites: Sequence[_Site]) -> dict[str, Any]:
+    """Decide on rank 0: the transport, and reasons against it."""
     is_ready = not any(site.has_problems or site.request != sites[0].request for site in sites)
     groups = sorted(
         tuple(group) for group in itertools.chain.from_iterable(site.first_of for site in sites)
     )
-    layouts = {_name_of(group): _lay_out(group, sites) for group in groups}
-    domains = [layout["domains"] for layout in layouts.values()]
+    domains = [_lay_out([sites[rank] for rank in group])[1] for group in groups]
     name, why, against = _choose(sites, domains)
-    go_on = is_ready and not against
-    job = {
+    return {
         "name": name,
         "why": why,
         "against": shorten(against),
-        "go on": go_on,
+        "go on": is_ready and not against,
         "across": any(len(of_group) > 1 for of_group in domains),
         "one queue": any(site.one_queue for site in sites),
     }
-    return Verdict(job, layouts if go_on else {})
 
 
-def _lay_out(group: Group, sites: Sequence[_Site]) -> dict[str, Any]:
-    """Return the node of each rank of a group, and the NVLink domains as numbers of its ranks.
+def _lay_out(sites: Sequence[_Site]) -> tuple[Group, Domains]:
+    """Return the node of each rank of a group, and the group's NVLink domains.
 
     Nodes and domains are in order of their first ranks.
+
+    Args:
+        sites: summaries of the ranks of the group.
     """
     nodes: dict[str, int] = {}
     domains: dict[str, list[int]] = {}
-    for number, rank in enumerate(group):
-        domains.setdefault(sites[rank].domain, []).append(number)
-    return {
-        "nodes": [nodes.setdefault(sites[rank].node, len(nodes)) for rank in group],
-        "domains": list(domains.values()),
-    }
+    for number, site in enumerate(sites):
+        domains.setdefault(site.domain, []).append(number)
+        nodes.setdefault(site.node, len(nodes))
+    return tuple(nodes[site.node] for site in sites), list(domains.values())
 
 
 def _choose(
-    sites: Sequence[_Site], domains_of_groups: Sequence[Sequence[Sequence[int]]]
+    sites: Sequence[_Site], domains_of_groups: Sequence[Domains]
 ) -> tuple[str, str, list[str]]:
     """Return the requested transport or the choice of "auto", the reason, and problems with it."""
     request = sites[0].request
@@ -297,8 +293,3 @@ def _choose(
     if against:
         return P2P.name, "; ".join(against), []
     return NVLink.name, "peers share NVLink, and a self-test moved every byte", []
-
-
-def _name_of(group: Sequence[int]) -> str:
-    """Return a short name of ``group``, the same on all ranks: first rank and hash of the ranks."""
-    return f"{group[0]}-{zlib.crc32(repr(tuple(group)).encode()):08x}"
