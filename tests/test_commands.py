@@ -120,6 +120,7 @@ def test_ranks_other_than_0_print_one_line(cli, monkeypatch) -> None:
     assert cli("reprt") == (2, "", message)
 
 
+@pytest.mark.parametrize("command", ["--moe-fssdp SCRIPT", "measure x"])
 @pytest.mark.parametrize(
     ("variable", "value", "least"),
     [("RANK", "-1", 0), ("LOCAL_RANK", "gpu0", 0), ("WORLD_SIZE", "0", 1)],
@@ -127,6 +128,7 @@ def test_ranks_other_than_0_print_one_line(cli, monkeypatch) -> None:
 def test_variables_of_torchrun_that_are_no_numbers(
     command: str, variable: str, value: str, least: int, cli, tmp_path: Path, monkeypatch
 ) -> None:
+    (script := tmp_path / "script.py").touch()
     monkeypatch.setenv(variable, value)
     status, out, err = cli(*command.replace("SCRIPT", str(script)).split())
     line = f"{variable}={value!r} in the environment must be a whole number, {least} or more; unset {variable}"

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from megatron_hecate.comm.rank_0 import environment_number, refer_to_rank_0
+from megatron_hecate.comm.rank_0 import VARIABLES, environment_number, refer_to_rank_0
 from megatron_hecate.config import FLAG, HecateConfig
 from megatron_hecate.switch_on.request import REQUEST
 
@@ -77,6 +77,13 @@ def main(argv: list[str]) -> int:
         argv: our flags, the target, and its arguments.
     """
     parser = make_parser()
+    try:
+        for variable in VARIABLES:
+            environment_number(variable)
+    except ValueError as error:
+        # not by the parser, which prints on rank 0 only
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
     options = parser.parse_args(argv)
     words = argv[: len(argv) - len(options.target)]
     target = options.target[1:] if options.target[:1] == ["--"] else options.target
@@ -120,6 +127,9 @@ def _find_file(name: str) -> Path:
             f"{name} does not exist; give a script, -m MODULE, or a console command of this "
             "Python environment; megatron-hecate --help lists our own commands"
         )
+    first = b"" if path.is_dir() else path.open("rb").readline()
+    if path.suffix == ".sh" or (first.startswith(b"#!") and b"python" not in first):
+        raise ValueError(f"{path} is not written in Python; give the script that it starts")
     return path.absolute()
 
 
