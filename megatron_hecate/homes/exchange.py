@@ -7,18 +7,14 @@ that sends each element of a new shard; `Relocation` packs, exchanges and writes
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hecate.comm.collectives import wait_collective
-
-# Bytes. Each piece begins at a multiple, so that a view of the message as the piece's dtype is
-# aligned.
-ALIGNED: int = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +69,7 @@ class Relocation:
         self._device = device
         self._label = label
         self._timeout = timeout
+        # Bytes to send to each rank, and tensors that receive values from each rank.
         self._sends: list[list[Tensor]] = [[] for _ in range(group.size())]
         self._receives: list[list[Sequence[Tensor]]] = [[] for _ in range(group.size())]
         self._received = torch.empty(0, dtype=torch.uint8)
@@ -83,7 +80,7 @@ class Relocation:
 
     def send(self, rank: int, values: Tensor) -> None:
         """Add contiguous ``values`` [n] to the message to ``rank``."""
-        self._sends[rank].append(values)
+        self._sends[rank].append(values.view(torch.uint8))
 
     def receive(self, rank: int, tensors: Sequence[Tensor]) -> None:
         """Expect [n] values from ``rank`` and write the same values to every tensor of ``tensors``.
@@ -98,11 +95,15 @@ class Relocation:
         Raises:
             TransferError: when a rank dies or does not take part in time.
         """
-        packed = self._pack()
-        expected = [[tensors[0] for tensors in rank_tensors] for rank_tensors in self._receives]
-        receive_sizes = list(map(_size, expected))
+        send_sizes = [sum(part.nbytes for part in parts) for parts in self._sends]
+        receive_sizes = [
+            sum(tensors[0].nbytes for tensors in rank_tensors) for rank_tensors in self._receives
+        ]
+        packed = torch.empty(sum(send_sizes), dtype=torch.uint8, device=self._device)
+        parts = list(chain.from_iterable(self._sends))
+        for place, part in zip(packed.split([part.nbytes for part in parts]), parts, strict=True):
+            place.copy_(part)
         self._received = packed.new_empty(sum(receive_sizes))
-        send_sizes = list(map(_size, self._sends))
         work = dist.all_to_all_single(
             self._received, packed, receive_sizes, send_sizes, group=self._group, async_op=True
         )
@@ -118,27 +119,9 @@ class Relocation:
     def write(self) -> None:
         """Write the received values to their tensors."""
         offset = 0
-        for tensors in itertools.chain.from_iterable(self._receives):
-            message = self._received[offset : offset + tensors[0].nbytes]
-            values = message.view(tensors[0].dtype)
-            for tensor in tensors:
-                tensor.copy_(values)
-            offset += _aligned(tensors[0])
-
-    def _pack(self) -> Tensor:
-        """Copy all tensors to send into one buffer, [bytes] uint8, rank by rank."""
-        packed = torch.empty(sum(map(_size, self._sends)), dtype=torch.uint8, device=self._device)
-        offset = 0
-        for values in itertools.chain.from_iterable(self._sends):
-            packed[offset : offset + values.nbytes].copy_(values.view(torch.uint8))
-            offset += _aligned(values)
-        return packed
-
-
-def _aligned(values: Tensor) -> int:
-    """Bytes of ``values`` and the padding after the last one."""
-    return -(-values.nbytes // ALIGNED) * ALIGNED
-
-
-def _size(tensors: Sequence[Tensor]) -> int:
-    return sum(map(_aligned, tensors))
+        for first, *others in chain.from_iterable(self._receives):
+            # A view as bytes: a message has no alignment.
+            first.view(torch.uint8).copy_(self._received[offset : offset + first.nbytes])
+            for tensor in others:
+                tensor.copy_(first)
+            offset += first.nbytes

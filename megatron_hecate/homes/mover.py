@@ -64,7 +64,8 @@ class Homes:
         self._timeout = states[0].config.timeout
         # as built by Megatron
         self.built = self.now
-        self._writing = False
+        # True from the begin of a write, after which an error leaves experts inconsistent
+        self._is_writing = False
         # over all moves so far
         self.received_bytes = 0
 
@@ -76,41 +77,33 @@ class Homes:
     @property
     def are_moved(self) -> bool:
         """Whether any expert is, or may be, away from its place as built by Megatron."""
-        return self._writing or any(map(_differ, self.built, self.now))
+        return self._is_writing or any(map(_differ, self.built, self.now))
 
-    @property
-    def _fingerprint(self) -> int:
-        """Hash of all layers' homes, equal in every process because it is a hash of integers."""
-        return hash(tuple(state.homes.fingerprint for state in self._states))
-
-    def check(self) -> None:
-        """Compare the homes of all ranks. Collective.
-
-        Raises:
-            RuntimeError: on all ranks when homes differ; on this rank alone when an error
-                interrupted the writing of received values.
-            TransferError: when a rank does not take part in time.
-        """
-        way_out = "restart from the last checkpoint"
-        if self._writing:
+    def refuse_if_inconsistent(self) -> None:
+        """Raise RuntimeError if an error interrupted the writing of received values."""
+        if self._is_writing:
             raise RuntimeError(
                 "FSSDP: moving experts failed midway; this rank's experts are inconsistent; "
-                f"{way_out}"
+                "restart from the last checkpoint"
             )
-        try:
-            assert_same(self._fingerprint, self._group, label="homes", timeout=self._timeout)
-        except AssertionError as error:
-            raise RuntimeError(
-                f"FSSDP: experts have moved on some ranks only; {way_out}. {error}"
-            ) from error
 
     def move(self, orders: Sequence[Order]) -> None:
         """Move experts to the given order of each layer, between two iterations. Collective.
 
         Raises:
+            RuntimeError: on all ranks when homes differ.
             ValueError: for an optimizer's state that cannot move.
             TransferError: when a rank dies or does not take part in time.
         """
+        # equal in every process because it is a hash of integers
+        fingerprint = hash(tuple(state.homes.fingerprint for state in self._states))
+        try:
+            assert_same(fingerprint, self._group, label="homes", timeout=self._timeout)
+        except AssertionError as error:
+            raise RuntimeError(
+                "FSSDP: experts have moved on some ranks only; restart from the last checkpoint. "
+                f"{error}"
+            ) from error
         for state, order in zip(self._states, orders, strict=True):
             if _differ(order, _order_of(state.homes)):
                 self._move_layer(state, order)
@@ -148,12 +141,12 @@ class Homes:
             relocation.exchange()
             # Also a barrier: no rank writes before all ranks have received everything.
             assert_same(homes.fingerprint, self._group, label=label, timeout=self._timeout)
-            self._writing = True
+            self._is_writing = True
             relocation.write()
             for expert in state.parts.experts.homes():
                 StoredWeights(expert).drop_derived()
         state.move_homes(homes)
-        self._writing = False
+        self._is_writing = False
         self.received_bytes += relocation.received_bytes
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state of homes: main parameters, moments and host copies, by shard.
+"""Weights and optimizer state of homes: main parameters, moments and host copies, by shard.
 
 State is found through torch's optimizers, which all of Megatron's optimizers wrap. The tensor that
 such an optimizer steps is the model's own parameter, a view of it (shards of fp32 parameters,
@@ -31,41 +31,48 @@ MAIN = "main_param"
 SCALED = (torch.float16, torch.uint8)
 
 
-class State(NamedTuple):
-    """State that an optimizer keeps for a parameter on this rank.
+class Kept(NamedTuple):
+    """Part of one tensor of an expert that this rank keeps: a weight, or state of an optimizer.
 
     Args:
-        elements: number n of the parameter's elements that are stepped here; 0 if only other ranks
-            step it.
-        kept: tensors [n] by name; all tensors of one name hold the same values.
+        elements: number n of the tensor's elements that are kept here; 0 if only other ranks keep
+            some.
+        values: tensors [n] by name; all tensors of one name hold the same values.
     """
 
     elements: int
-    kept: Mapping[str, Sequence[Tensor]]
+    values: Mapping[str, Sequence[Tensor]]
+
+    @property
+    def kind(self) -> str:
+        """Names and dtypes of the tensors."""
+        return repr([(name, str(copies[0].dtype)) for name, copies in sorted(self.values.items())])
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of one element, over all names."""
+        return sum(copies[0].element_size() for copies in self.values.values())
 
 
-def _find_state(params: Sequence[Parameter], optimizers: Iterable[Optimizer]) -> list[State]:
+def _find_states(params: Sequence[Parameter], optimizers: Iterable[Optimizer]) -> list[Kept]:
     """Find the state that ``optimizers`` keep for each of ``params`` on this rank.
 
     Raises:
         ValueError: for a state that is not one number per element, by name.
     """
-    owner: dict[int, int] = {}
-    for index, param in enumerate(params):
-        main = getattr(param, MAIN, None)
-        if main is not None:
-            owner[id(main)] = index
+    mains = enumerate(getattr(param, MAIN, None) for param in params)
+    owner = {id(main): index for index, main in mains if main is not None}
     owner |= {id(param): index for index, param in enumerate(params)}
     begins = sorted((p.data_ptr(), i) for i, p in enumerate(params) if type(p) is Parameter)
-    states = [State(0, {})] * len(params)
+    states = [Kept(0, {})] * len(params)
     for optimizer in optimizers:
         groups = [group["params"] for group in optimizer.param_groups]
         for stepped in itertools.chain.from_iterable(groups):
-            inside = _containing(stepped, params, begins)
-            index = owner.get(id(stepped), inside)
+            container = _containing(stepped, params, begins)
+            index = owner.get(id(stepped), container)
             if index is not None and not states[index].elements:
-                tensors = _kept_for(stepped, optimizer, is_separate=inside is None)
-                states[index] = State(stepped.numel(), tensors)
+                values = _kept_for(stepped, optimizer, is_separate=container is None)
+                states[index] = Kept(stepped.numel(), values)
     return states
 
 
@@ -82,12 +89,10 @@ def _containing(
     place = bisect.bisect_right(begins, (stepped.data_ptr(), len(params))) - 1
     if place < 0:
         return None
-    index = begins[place][1]
-    return index if _shares_memory(stepped, params[index]) else None
-
-
-def _shares_memory(part: Tensor, tensor: Tensor) -> bool:
-    return tensor.dtype is part.dtype and 0 <= part.data_ptr() - tensor.data_ptr() < tensor.nbytes
+    begin, index = begins[place]
+    param = params[index]
+    is_inside = stepped.dtype is param.dtype and stepped.data_ptr() - begin < param.nbytes
+    return index if is_inside else None
 
 
 def _kept_for(
@@ -122,52 +127,29 @@ def _kept_for(
     return tensors
 
 
-def _kind(state: State) -> str:
-    """Names and dtypes of a state's tensors."""
-    return repr([(name, str(tensors[0].dtype)) for name, tensors in sorted(state.kept.items())])
-
-
 class _Summary(NamedTuple):
-    """Optimizer state of one rank's homes.
+    """What one rank keeps of its homes.
 
     Args:
         place: see `StateOnRanks`.
-        element_size: largest number of bytes of one element of a parameter, over all tensors of its
-            state.
-        kinds: different kinds of state of each parameter, over all homes; empty for a parameter
-            that only other ranks step.
-        elements: elements that are stepped on the rank, by home and parameter.
+        elements: elements that the rank keeps, by home and tensor.
+        kinds: different kinds of each tensor, over all homes; empty for a tensor that only other
+            ranks keep.
+        element_sizes: largest number of bytes of one element of each tensor.
     """
 
     place: tuple[int, int]
-    element_size: int
+    elements: list[list[int]]
     kinds: list[list[str]]
-    elements: list[int]
-
-    @classmethod
-    def of(cls, states: Sequence[State], num_parts: int, *, place: tuple[int, int]) -> _Summary:
-        """Summarize the states of a rank.
-
-        Args:
-            states: state of each parameter, home by home.
-            num_parts: number of parameters of an expert.
-            place: see `StateOnRanks`.
-        """
-        kinds: list[list[str]] = []
-        for part in range(num_parts):
-            part_kinds = {_kind(state) for state in states[part::num_parts] if state.elements}
-            kinds.append(sorted(part_kinds))
-        sizes = (
-            sum(tensors[0].element_size() for tensors in state.kept.values()) for state in states
-        )
-        return cls(place, max(sizes, default=0), kinds, [state.elements for state in states])
+    element_sizes: list[int]
 
 
 class StateOnRanks:
     """Weights and optimizer state of one layer's homes, on all ranks that hold a part.
 
-    With the distributed optimizer, each rank with a home's weights keeps only some elements of the
-    home's optimizer state; the range depends on the home's offset in Megatron's buffers.
+    Each rank with a home keeps its whole weights. With the distributed optimizer it keeps only some
+    elements of the home's optimizer state; the range depends on the home's offset in Megatron's
+    buffers.
 
     Args:
         homes: parameters of this rank's homes, expert by expert.
@@ -190,67 +172,66 @@ class StateOnRanks:
         place: tuple[int, int],
         group: dist.ProcessGroup,
     ) -> None:
-        self._homes = homes
         self._rank = group.rank()
-        num_parts = len(homes[0])
+        params = homes[0]
         named = {"what": "gathering optimizer states", "label": "homes"}
         with raise_on_all(group, error=ValueError, **named):
-            states = _find_state(list(itertools.chain.from_iterable(homes)), optimizers)
-        self._states = [states[i : i + num_parts] for i in range(0, len(states), num_parts)]
-        own_summary = _Summary.of(states, num_parts, place=place)
-        summaries = gather_objects(own_summary, group, **named)
+            states = _find_states(list(itertools.chain.from_iterable(homes)), optimizers)
+        weights = [part.detach().view(-1) for part in StoredWeights(params).tensors()]
+        # Elements of each tensor of an expert: of its parameters' states, then of its weights.
+        self._sizes = [values.numel() for values in (*params, *weights)]
+        # What this rank keeps of each tensor, by home.
+        self._kept: list[list[Kept]] = []
+        for index, expert in enumerate(homes):
+            parts = [part.detach().view(-1) for part in StoredWeights(expert).tensors()]
+            home_weights = [Kept(part.numel(), {"weight": [part]}) for part in parts]
+            home_states = states[index * len(params) : (index + 1) * len(params)]
+            self._kept.append(home_states + home_weights)
+        by_tensor = list(zip(*self._kept, strict=True))
+        summary = _Summary(
+            place,
+            elements=[[kept.elements for kept in home] for home in self._kept],
+            kinds=[sorted({one.kind for one in kept if one.elements}) for kept in by_tensor],
+            element_sizes=[max(one.element_size for one in kept) for kept in by_tensor],
+        )
+        summaries = gather_objects(summary, group, **named)
         _check_same_kinds([summary.kinds for summary in summaries])
-        self._locate_members([summary.place for summary in summaries])
-        # elements that each rank steps, [N, homes, parameters]
-        self._elements = np.array([summary.elements for summary in summaries])
-        self._elements = self._elements.reshape(group.size(), len(homes), num_parts)
-        self._check_all_stepped()
-        self._weights = [
-            [part.detach().view(-1) for part in StoredWeights(expert).tensors()] for expert in homes
-        ]
-        weight_bytes = sum(part.nbytes for part in self._weights[0])
-        largest_element = max(summary.element_size for summary in summaries)
-        most_elements = int(self._elements.max(axis=(0, 1)).sum())
+        # number in the group by rank and replica, [R, D]
+        self._members = np.empty(np.max([one.place for one in summaries], axis=0) + 1, np.int64)
+        for member, one in enumerate(summaries):
+            self._members[one.place] = member
+        # elements that each rank keeps, [N, homes, tensors]
+        self._elements = np.array([one.elements for one in summaries])
+        self._check_all_stepped([param.requires_grad for param in params])
         # upper bound of the bytes that one rank receives per expert, weights and state together
-        self.expert_bytes = weight_bytes + largest_element * most_elements
+        element_sizes = np.max([one.element_sizes for one in summaries], axis=0)
+        self.expert_bytes = int((element_sizes * self._elements.max(axis=(0, 1))).sum())
 
-    def _locate_members(self, places: Sequence[tuple[int, int]]) -> None:
-        """Index the group's ranks by place.
+    def _check_all_stepped(self, are_trained: Sequence[bool]) -> None:
+        """Raise ValueError unless all elements of trained parameters are stepped equally often.
 
         Args:
-            places: number in the expert-parallel group and replica of each rank, N pairs.
+            are_trained: whether each parameter of an expert is trained.
         """
-        self._member = {place: i for i, place in enumerate(places)}
-        self._num_ranks = 1 + max(rank for rank, _ in places)
-        self._replicas = 1 + max(replica for _, replica in places)
-
-    def _check_all_stepped(self) -> None:
-        """Raise ValueError unless all elements of trained parameters are stepped equally often."""
-        stepped = 0
-        for replica in range(self._replicas):
-            members = [self._member[rank, replica] for rank in range(self._num_ranks)]
-            stepped = stepped + self._elements[members]
-        times, remainder = np.divmod(stepped, [p.numel() for p in self._homes[0]])
-        trained = [p.requires_grad for p in self._homes[0]]
-        if remainder.any() or (times != times[:1, :1]).any() or not times[..., trained].all():
+        times, remainder = np.divmod(self._elements[self._members].sum(axis=1), self._sizes)
+        is_stepped = times[..., : len(are_trained)][..., list(are_trained)].all()
+        if remainder.any() or (times != times[:1, :1]).any() or not is_stepped:
             raise ValueError(
                 "cannot move experts: no torch.optim optimizer stepped all parameters of all "
                 "experts equally; leave --moe-fssdp-rehome out"
             )
 
     def _shards(self, rank: int, index: int, part: int) -> list[Shard]:
-        """List the shards of one parameter's state, by replica.
+        """List the shards of one tensor, by replica.
 
         Args:
             rank: number of the home's rank in the expert-parallel group.
             index: home on that rank.
-            part: parameter of the expert.
+            part: tensor of the expert.
         """
-        members = [self._member[rank, replica] for replica in range(self._replicas)]
-        sizes = self._elements[members, index, part]
-        num_elements = self._homes[0][part].numel()
-        # modulo, as several replicas may step the same elements
-        begins = (np.cumsum(sizes) - sizes) % num_elements
+        sizes = self._elements[self._members[rank], index, part]
+        # modulo, as several replicas may keep the same elements
+        begins = (np.cumsum(sizes) - sizes) % self._sizes[part]
         shards: list[Shard] = []
         for replica, (begin, size) in enumerate(zip(begins, sizes, strict=True)):
             if size:
@@ -265,60 +246,28 @@ class StateOnRanks:
             target: its new place.
             relocation: exchange to add to.
         """
-        old_place = divmod(source, len(self._homes))
-        new_place = divmod(target, len(self._homes))
-        self._move_weights(old_place, new_place, relocation)
-        for part in range(len(self._homes[0])):
-            self._move_part(part, old_place, new_place, relocation)
+        for part in range(len(self._sizes)):
+            self._move_part(part, source, target, relocation)
 
-    def _move_weights(
-        self, old_place: tuple[int, int], new_place: tuple[int, int], relocation: Relocation
-    ) -> None:
-        """Send the weights from each replica of the old home to the same replica of the new one.
-
-        Args:
-            old_place: rank in the expert-parallel group, and home on that rank.
-            new_place: the same of the new home.
-            relocation: exchange to add to.
-        """
-        from_rank, from_index = old_place
-        to_rank, to_index = new_place
-        for replica in range(self._replicas):
-            sender = self._member[from_rank, replica]
-            receiver = self._member[to_rank, replica]
-            for old_weights, new_weights in zip(
-                self._weights[from_index], self._weights[to_index], strict=True
-            ):
-                if sender == self._rank:
-                    relocation.send(receiver, old_weights)
-                if receiver == self._rank:
-                    relocation.receive(sender, [new_weights])
-
-    def _move_part(
-        self,
-        part: int,
-        old_place: tuple[int, int],
-        new_place: tuple[int, int],
-        relocation: Relocation,
-    ) -> None:
-        """Send the optimizer state of parameter ``part``; other arguments as in `_move_weights`."""
-        from_rank, from_index = old_place
-        to_rank, to_index = new_place
+    def _move_part(self, part: int, source: int, target: int, relocation: Relocation) -> None:
+        """Add the move of tensor ``part`` of an expert; other arguments as in `move`."""
+        from_rank, from_index = divmod(source, len(self._kept))
+        to_rank, to_index = divmod(target, len(self._kept))
         old_shards = self._shards(from_rank, from_index, part)
-        begins = [s.begin for s in old_shards if self._member[from_rank, s.rank] == self._rank]
-        own_begin = begins[0] if begins else 0
+        senders = self._members[from_rank]
+        begins = [shard.begin for shard in old_shards if senders[shard.rank] == self._rank]
         for shard in self._shards(to_rank, to_index, part):
-            receiver = self._member[to_rank, shard.rank]
+            receiver = self._members[to_rank, shard.rank]
             for piece in pieces(old_shards, shard):
-                sender = self._member[from_rank, piece.rank]
+                sender = senders[piece.rank]
                 if sender == self._rank:
-                    sent_slice = slice(piece.begin - own_begin, piece.end - own_begin)
-                    for _, values in sorted(self._states[from_index][part].kept.items()):
-                        relocation.send(receiver, values[0][sent_slice])
+                    sent = slice(piece.begin - begins[0], piece.end - begins[0])
+                    for _, copies in sorted(self._kept[from_index][part].values.items()):
+                        relocation.send(receiver, copies[0][sent])
                 if receiver == self._rank:
                     received = slice(piece.begin - shard.begin, piece.end - shard.begin)
-                    for _, values in sorted(self._states[to_index][part].kept.items()):
-                        relocation.receive(sender, [tensor[received] for tensor in values])
+                    for _, copies in sorted(self._kept[to_index][part].values.items()):
+                        relocation.receive(sender, [values[received] for values in copies])
 
 
 def _check_same_kinds(kinds_by_rank: Sequence[Sequence[Sequence[str]]]) -> None:

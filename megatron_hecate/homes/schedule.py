@@ -1,10 +1,9 @@
 """Periodic search for a better placement of experts, and its application.
 
 The ranks of one expert-parallel group divide the layers of a search among themselves
-(`homes.planner`). They search for loads summed over all ranks that share gradients; one rank
-decides and broadcasts the result. All homes move back to their original ranks before the model is
-saved or loaded, so that a checkpoint does not depend on moves; the next iteration moves the experts
-again.
+(`homes.planner`). They search for loads summed over all ranks that share gradients. All homes move
+back to their original ranks before the model is saved or loaded, so that a checkpoint does not
+depend on moves; the next iteration moves the experts again.
 """
 
 from __future__ import annotations
@@ -16,14 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from megatron_hecate.comm.collectives import gather_objects, wait_collective
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.homes.mover import Homes, Order
-from megatron_hecate.homes.planner import Choice, HomeAssignment, HomeSearch
+from megatron_hecate.homes.planner import Choice, HomeSearch
 from megatron_hecate.megatron.training_globals import replica_of_rank
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
@@ -67,8 +65,6 @@ class HomesSchedule(Rehoming):
         self._last: np.ndarray | None = None
         # pending order of each layer; None if homes are in place
         self._wanted: list[Order] | None = None
-        # whether homes changed since ranks last compared their homes
-        self._changed = False
 
     def iteration_begins(self, iteration: int) -> None:
         """Search for better homes when due, and move experts, before the first forward. Collective.
@@ -80,20 +76,18 @@ class HomesSchedule(Rehoming):
             iteration: number to print.
 
         Raises:
-            As `Homes.check` and `Homes.move`.
+            As `Homes.refuse_if_inconsistent` and `Homes.move`.
         """
         try:
-            self._check()
+            self.homes.refuse_if_inconsistent()
             last = self._last_loads()
             if last is not None and last is not self._last:
                 self._last = last
                 self._window.append(last)
             if self._is_due():
-                better = self._look(iteration, self._clock.microbatches or 1)
-                self._wanted = better or self._wanted
+                self._wanted = self._search(iteration) or self._wanted
                 self._window.clear()
             if self._clock.has_stepped and self._wanted is not None:
-                self._changed = True
                 self.homes.move(self._wanted)
                 self._wanted = None
         except BaseException:
@@ -110,32 +104,20 @@ class HomesSchedule(Rehoming):
         unseen = not (fp16 or self.homes.optimizers())
         return (self._clock.has_stepped or unseen) and len(self._window) >= config.rehome
 
-    def _check(self) -> None:
-        """Compare the homes of all ranks if homes changed since the last check.
-
-        Raises:
-            As `Homes.check`.
-        """
-        if self._changed:
-            self.homes.check()
-            self._changed = False
-
     def restore(self) -> None:
         """Move all experts back to their original ranks until the next iteration. Collective.
 
         Does nothing where no expert has moved.
 
         Raises:
-            As `Homes.check` and `Homes.move`.
+            As `Homes.refuse_if_inconsistent` and `Homes.move`.
         """
-        self._check()
+        self.homes.refuse_if_inconsistent()
         if self.homes.are_moved:
             orders = self._wanted or self.homes.now
-            self._changed = True
             self._clock.end_iteration()
             self.homes.move(self.homes.built)
             self._wanted = orders
-            self._check()
 
     def refuse_if_moved(self, *_: Any) -> None:
         """Raise RuntimeError if experts have moved, because weights are to be read or written."""
@@ -146,10 +128,14 @@ class HomesSchedule(Rehoming):
                 "first"
             )
 
-    def _look(self, iteration: int, microbatches: int) -> list[Order] | None:
-        """Search for better homes; returns the order of each layer, or ``None`` if none pays."""
+    def _search(self, iteration: int) -> list[Order] | None:
+        """Search for better homes; returns the order of each layer, or ``None`` if none pays.
+
+        Every rank of the group chooses among the same candidates.
+        """
         first = self._states[0]
-        load = self._sum_loads()
+        microbatches = self._clock.microbatches or 1
+        load = self._sum_loads() // first.group.size()
         order = np.stack(self.homes.now)
         search = HomeSearch(
             homes=first.parts.homes_only,
@@ -159,28 +145,32 @@ class HomesSchedule(Rehoming):
             token_seconds=first.shape(microbatches).token_seconds(first.world),
             horizon=first.config.rehome,
         )
-        choices = self._choose(search, load.cpu().numpy() // first.group.size(), order)
-        # a copy, because the broadcast overwrites it
-        new_order = torch.tensor(order, device=load.device)
+        better = search.afford(self._choose(search, load, order), order)
+        if better is None:
+            return None
         if self._group.rank() == 0:
-            better = search.afford(choices, order)
-            if better is not None:
-                new_order.copy_(torch.from_numpy(better.order))
-                _print_moves(iteration, better, better.order != order)
-        work = dist.broadcast(new_order, group=self._group, group_src=0, async_op=True)
-        self._wait(work, new_order, "broadcasting new homes")
-        decided = new_order.cpu().numpy()
-        return None if np.array_equal(decided, order) else list(decided)
+            are_changed = better.order != order
+            print(
+                f"FSSDP: iteration {iteration}: {are_changed.sum()} experts of "
+                f"{are_changed.any(axis=1).sum()} layers move to better homes, "
+                f"{better.num_bytes / 2**20:.0f} MiB; it saves {1e3 * better.saved:.2f} ms of an "
+                "iteration by the cost model",
+                flush=True,
+            )
+        return list(better.order)
 
-    def _sum_loads(self) -> Tensor:
+    def _sum_loads(self) -> np.ndarray:
         """Sum a sample of the window over all ranks of the group, [iterations, L, E] int64."""
         last = len(self._window) - 1
         sample = np.unique(np.linspace(0, last, SAMPLED).astype(np.int64))
         loads = np.stack([self._window[i] for i in sample]).astype(np.int64)
         load = torch.from_numpy(loads).to(device_of_rank())
         work = dist.all_reduce(load, group=self._group, async_op=True)
-        self._wait(work, load, "summing loads")
-        return load
+        timeout = self._states[0].config.timeout
+        wait_collective(
+            work, load, self._group, what="summing loads", label="homes", timeout=timeout
+        )
+        return load.cpu().numpy()
 
     def _choose(self, search: HomeSearch, load: np.ndarray, order: np.ndarray) -> list[Choice]:
         """Find better homes of each layer, and share the result between all ranks.
@@ -200,23 +190,3 @@ class HomesSchedule(Rehoming):
         choices = list(search.choose(load, order, layers))
         rank_choices = gather_objects(choices, self._group, what="choosing homes", label="homes")
         return sorted(itertools.chain.from_iterable(rank_choices), key=lambda choice: choice.layer)
-
-    def _wait(self, work: dist.Work, tensor: Tensor, what: str) -> None:
-        timeout = self._states[0].config.timeout
-        wait_collective(work, tensor, self._group, what=what, label="homes", timeout=timeout)
-
-
-def _print_moves(iteration: int, better: HomeAssignment, changed: np.ndarray) -> None:
-    """Print one line about the experts that move.
-
-    Args:
-        iteration: number of the running iteration.
-        better: new homes.
-        changed: whether the place of a home gets another expert, [L, E].
-    """
-    print(
-        f"FSSDP: iteration {iteration}: {changed.sum()} experts of {changed.any(axis=1).sum()} "
-        f"layers move to better homes, {better.num_bytes / 2**20:.0f} MiB; it saves "
-        f"{1e3 * better.saved:.2f} ms of an iteration by the cost model",
-        flush=True,
-    )

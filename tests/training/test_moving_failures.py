@@ -178,13 +178,6 @@ def moved_differently(order_of: Callable[[Any], Any]) -> Any:
     return run
 
 
-@ranks(2)
-def test_homes_that_differ_are_found_before_the_next_step() -> None:
-    run = moved_differently(lambda state: state.parts.homes_only.table[:, :4].ravel())
-    with pytest.raises(RuntimeError, match="moved on some ranks only; restart"):
-        run.step(4)
-
-
 @pytest.mark.parametrize("back", [False, True], ids=["moving", "moving back"])
 @ranks(2)
 def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:

@@ -143,4 +143,4 @@ def test_ranks_share_the_search() -> None:
     case = tiny_gpt.initialized(ep=2)
     tiny_gpt.train(case, steps=8, hook=tiny_gpt.fssdp_hook(rehome=3, slots=1))
     assert looked_at == [[[0], [1], [], []][dist.get_rank()]] * 2
-    assert (max(found, default=0) > 0) == (dist.get_rank() == 0), found
+    assert max(found) > 0
