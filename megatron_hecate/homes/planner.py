@@ -8,7 +8,7 @@ Hot experts have replicas, so the weight of an expert is the load that remains o
 and node while its currently planned replicas share its tokens; a second pass weighs experts without
 replicas. Pairs of experts swap positions, the best pair first, as long as that evens out the
 weights. Prefixes of the swap list are then scored by planning replicas for other loads. Letters in
-shapes: L layers, E experts, T iterations, R ranks, K nodes, F kinds of weights.
+shapes: L layers, E experts, T iterations, R ranks, K nodes, F kinds of weights (rank and node).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron_hecate.plan.cost import CopyCost
 from megatron_hecate.plan.maxflow import balance, compiled
 from megatron_hecate.plan.placement import Placement
 from megatron_hecate.plan.replicas import plan_replicas, problem_of
-from megatron_hecate.plan.search import SCATTERED, SLACK, Problem, cost_beside_load
+from megatron_hecate.plan.search import SLACK, Problem, cost_beside_load
 from megatron_hecate.plan.world import World
 
 # iterations whose loads score the swaps
@@ -200,7 +200,7 @@ def _layer_tokens(load: np.ndarray, table: np.ndarray, problem: Problem) -> floa
 
 
 def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
-    """Weigh experts by the load that remains on their home's rank and node.
+    """Weigh experts by the load that remains on their home's rank, and that arrives on its node.
 
     Args:
         load: [E] tokens.
@@ -212,51 +212,20 @@ def _weights(load: np.ndarray, holders: np.ndarray, problem: Problem) -> Kinds:
         node); [E, F] 1 over the group's ranks; [F] tokens that the fullest group costs beyond an
         even distribution.
     """
-    home = problem.home
-    num_ranks = len(problem.node)
+    home, node = problem.home, problem.node
     size = np.diff(problem.begin)
-    # [E, K] holders by node
-    per_node = [holders[:, problem.node == k].sum(axis=1) for k in range(len(size))]
-    spread = np.stack(per_node, axis=1)
-    count = spread.sum(axis=1)
-    local = spread[np.arange(len(home)), problem.node[home]]
-    crossing = load * (1 - ((spread > 0) * size).sum(axis=1) / num_ranks)
-    far_copies = (spread > 0).sum(axis=1) - 1.0
-    sends = np.where(local > SCATTERED, 1, local - 1) if problem.scatters else count - 1
-
-    def exposed(copying: float) -> float:
-        hidden = min(copying * problem.out, problem.hidden) + min(
-            copying * (1 - problem.out), problem.hidden
-        )
-        return copying - (1 - problem.contention) * hidden
-
-    by_rank = (home, np.ones(len(home)))
-    by_node = (problem.node[home], 1 / size[problem.node[home]])
-    kinds: list[tuple[np.ndarray, tuple[np.ndarray, np.ndarray], Callable[[float], float]]] = [
-        (load / count, by_rank, lambda tokens: tokens),
-        (crossing / count, by_node, lambda tokens: problem.crossing * tokens),
-        (far_copies, by_node, lambda copies: exposed(problem.far * copies)),
-        (
-            sends * 1.0,
-            by_rank,
-            lambda copies: exposed((problem.near if problem.scatters else problem.far) * copies),
-        ),
-    ]
-    fullest = [
-        np.bincount(group, weights=values * part).max() for values, (group, part), _ in kinds
-    ]
-    prices = np.array(
-        [
-            price(top) - price(v.sum() / num_ranks)
-            for top, (v, _, price) in zip(fullest, kinds, strict=True)
-        ]
+    # [E, K] nodes with a holder: their own tokens do not arrive from elsewhere
+    has_holder = np.stack([holders[:, node == k].any(axis=1) for k in range(len(size))], axis=1)
+    arriving = problem.crossing * (1 - has_holder @ size / len(node))
+    remaining = load / holders.sum(axis=1)
+    weights = np.stack([remaining, arriving * remaining], axis=1)
+    groups = np.stack([home, node[home]], axis=1)
+    parts = np.stack([np.ones(len(home)), 1 / size[node[home]]], axis=1)
+    fullest = np.array(
+        [np.bincount(groups[:, f], weights[:, f] * parts[:, f]).max() for f in (0, 1)]
     )
-    pays = prices > 0
-    columns = [(v / max(top, 1e-300), *by) for top, (v, by, _) in zip(fullest, kinds, strict=True)]
-    weights, groups, parts = (
-        np.stack(column, axis=1)[:, pays].copy("C") for column in zip(*columns, strict=True)
-    )
-    return weights, groups, parts, prices[pays]
+    excess = np.maximum(fullest - weights.sum(axis=0) / len(node), 0)
+    return weights / np.maximum(fullest, 1e-300), groups, parts, excess
 
 
 @compiled
