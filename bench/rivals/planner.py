@@ -20,8 +20,8 @@ from typing import ClassVar
 import numpy as np
 
 from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Placement, World
-from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape
+from megatron_hecate.tools.quotas import quotas_of_all
 from megatron_hecate.tools.traffic import Traffic
 from rivals.copies import add, backwards, copies, fan_out, no_traffic
 from rivals.split import Quotas

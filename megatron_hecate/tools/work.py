@@ -14,8 +14,8 @@ import numpy as np
 from megatron_hecate.plan import LayerShape, Placement, World
 from megatron_hecate.record.prices import PricedRecord
 from megatron_hecate.record.run_folder import RunInfo, RunRecord
-from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape
+from megatron_hecate.tools.quotas import quotas_of_all
 from megatron_hecate.tools.traffic import Traffic, token_traffic, traffic_of_loads
 
 

@@ -24,8 +24,9 @@ from plan_cases import chain, some_homes, some_replicas, some_world
 
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device.launch import Kernels
-from megatron_hecate.routing.quotas import QuotaTables, quotas_of_all
+from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.tables import GroupShape
+from megatron_hecate.tools.quotas import quotas_of_all
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"

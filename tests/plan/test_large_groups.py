@@ -17,8 +17,8 @@ from shapes import swiglu
 from megatron_hecate.plan import CopyCost, Placement, World, largest_load, plan_replicas
 from megatron_hecate.plan.replicas import problem_of
 from megatron_hecate.plan.search import plan_cost
-from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape
+from megatron_hecate.tools.quotas import quotas_of_all
 
 pytestmark = pytest.mark.fast
 # (token, expert) pairs of a rank and microbatch, DeepSeek-V3's layer, and imbalance: mean, worst

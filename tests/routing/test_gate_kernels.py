@@ -19,8 +19,8 @@ from plan_cases import chain, some_homes, some_replicas, some_world
 
 from megatron_hecate.device.compile import SOURCES
 from megatron_hecate.plan import Placement, World
-from megatron_hecate.routing.quotas import quotas_of_all
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
+from megatron_hecate.tools.quotas import quotas_of_all
 
 pytestmark = pytest.mark.slow
 SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}

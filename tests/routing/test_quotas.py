@@ -25,8 +25,9 @@ from megatron_hecate.plan import (
     largest_load,
     plan_replicas,
 )
-from megatron_hecate.routing.quotas import QuotaTables, quotas_of_all
+from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
+from megatron_hecate.tools.quotas import quotas_of_all
 
 pytestmark = pytest.mark.fast
 

@@ -44,9 +44,9 @@ def some_routing_map(rng: np.random.Generator, hot: int, *, tokens: int = TOKENS
 def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = (TOKENS,)) -> None:
     """Compare with the loop, for all sources in turn, which have so many ``tokens`` each, repeated."""
     from megatron_hecate.plan import World
-    from megatron_hecate.routing.quotas import quotas_of_all
     from megatron_hecate.routing.rerouter import Rerouter
     from megatron_hecate.routing.tables import GroupShape
+    from megatron_hecate.tools.quotas import quotas_of_all
 
     rng = np.random.default_rng(seed)
     placement, world, sources = some_placement(rng, seed), World((0, 0, 1, 1)), RANKS * tp_size
