@@ -32,10 +32,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hecate.device.direct_apply import direct_apply
-from megatron_hecate.replicas.chunk_layout import ChunkLayout
 
 if TYPE_CHECKING:
-    from megatron_hecate.replicas.buffers import Buffer
+    from megatron_hecate.replicas.buffers import Buffer, ExpertWeights
 
 
 class PendingGradients:
@@ -44,13 +43,12 @@ class PendingGradients:
     Implements `comm.transport.HomeGradients`.
 
     Args:
-        homes: parameters of this rank's own experts, expert by expert.
-        layout: layout of an expert's parameters in a chunk.
+        experts: the layer's own experts, the homes.
     """
 
-    def __init__(self, homes: list[list[Parameter]], layout: ChunkLayout) -> None:
-        self.homes = homes
-        self.layout = layout
+    def __init__(self, experts: ExpertWeights) -> None:
+        self.homes = experts.homes()
+        self.layout = experts.layout
         self._replicated: tuple[int, ...] = ()
         # The buffer whose transfer delivers the gradients.
         self._buffer: Buffer | None = None
@@ -61,17 +59,15 @@ class PendingGradients:
         self._is_late = False
 
     @classmethod
-    def join_homes(
-        cls, homes: list[list[Parameter]], layout: ChunkLayout
-    ) -> tuple[PendingGradients, Tensor]:
+    def join_homes(cls, experts: ExpertWeights) -> tuple[PendingGradients, Tensor]:
         """Make the `_Homes` node of one microbatch.
 
         Returns:
             The pending gradients that the node completes, and an empty tensor that connects the
             node to `bound_weights.BoundWeights.join`.
         """
-        pending = cls(homes, layout)
-        leaves: list[Tensor] = list(chain.from_iterable(homes))
+        pending = cls(experts)
+        leaves: list[Tensor] = list(chain.from_iterable(pending.homes))
         if not any(map(attrgetter("requires_grad"), leaves)):
             # Where all homes are frozen, a rank still returns gradients to other ranks.
             leaves.append(torch.empty(0, device=leaves[0].device, requires_grad=True))

@@ -31,8 +31,7 @@ class BoundWeights:
         layout: layout of an expert's parameters in a chunk.
         trained: for each weight, whether it gets gradients, see `ReplicaSlots.computes_gradients`;
             ``None`` if no expert of the layer is trained.
-        grads: gradient accumulators of fused GEMMs, [elements] per slot; ``None`` where no GEMM is
-            fused.
+        grads: gradient accumulators, [elements] per slot; none if no expert is trained.
     """
 
     def __init__(
@@ -43,7 +42,7 @@ class BoundWeights:
         *,
         layout: ChunkLayout,
         trained: Sequence[bool] | None,
-        grads: Sequence[Tensor] | None,
+        grads: Sequence[Tensor],
     ) -> None:
         self.transfers = transfers
         home_weights = list(chain.from_iterable(homes))
@@ -55,6 +54,14 @@ class BoundWeights:
         slot_weights = [part.detach() for part in chain.from_iterable(replicas)]
         self.weights = [p.detach() for p in home_weights] + slot_weights
         parts = len(layout.shapes)
+        slot_grads = [layout.views(chunk) for chunk in grads]
+        # Accumulators of gradients that autograd carries, each with the index of its weight.
+        self.carried_sums = [
+            ((len(homes) + slot) * parts + part, slot_grads[slot][part])
+            for slot in (transfers.slots if grads else ())
+            for part, is_fused in enumerate(layout.fused)
+            if not is_fused
+        ]
         self._num_homes = len(homes)
         self._num_weights = len(self.weights)
         # Homes' weights in `weights` by parameter, for parameters of fused GEMMs, each with the
@@ -83,17 +90,16 @@ class BoundWeights:
         self._dropped = [
             index for index in self._passed if index < len(home_weights) and not trained[index]
         ]
-        if not layout.fuses_any:
-            return
-        fused = tuple(map(operator.and_, fused, is_computed))
-        _require_grads(list(compress(self.weights, fused)))
-        main_grads = [getattr(p, "main_grad", None) for p in home_weights]
-        main_grads += chain.from_iterable(map(layout.views, grads or ()))
-        for weight, main_grad, is_fused in zip(
-            self.weights, main_grads, fused, strict=grads is not None
-        ):
-            if is_fused:
-                weight.main_grad = main_grad
+        if layout.fuses_any:
+            main_grads = [getattr(p, "main_grad", None) for p in home_weights]
+            main_grads += chain.from_iterable(slot_grads)
+            self._fuse(main_grads, list(map(operator.and_, fused, is_computed)))
+
+    def _fuse(self, main_grads: Sequence[Tensor | None], is_fused: Sequence[bool]) -> None:
+        """Let fused GEMMs add the gradients of weights to ``main_grads``."""
+        _require_grads(list(compress(self.weights, is_fused)))
+        for weight, main_grad in compress(zip(self.weights, main_grads, strict=True), is_fused):
+            weight.main_grad = main_grad
 
     def join(
         self, hidden: Tensor, token: Tensor, take: Callable[[Any, list[Tensor | None]], None]

@@ -110,8 +110,6 @@ class Buffer:
         self._memory = memory
         # Results of `chunks` and `weights` by slots, elements and data type.
         self._chunks: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-        # Results of `parts` by number, elements and data type of the slots, and by layout.
-        self._parts: dict[tuple[int, int, torch.dtype, ChunkLayout], list[list[Tensor]]] = {}
         # Transfers that fetched the content, compared by identity.
         self.holds: TransferPlan | None = None
         # The transfer in flight that fills or empties the buffer.
@@ -122,16 +120,6 @@ class Buffer:
     def chunks(self, layer: LayerBuffer, dtype: torch.dtype) -> list[Tensor]:
         """Return tensors over the buffer's memory, [elements] for each slot of ``layer``."""
         return self._made_once(layer.slots, layer.elements, dtype)
-
-    def parts(
-        self, layer: LayerBuffer, dtype: torch.dtype, layout: ChunkLayout
-    ) -> list[list[Tensor]]:
-        """Return `chunks` as the parameters of an expert, for each slot."""
-        key = (layer.slots, layer.elements, dtype, layout)
-        if key not in self._parts:
-            with lasting_tensors():
-                self._parts[key] = [layout.views(chunk) for chunk in self.chunks(layer, dtype)]
-        return self._parts[key]
 
     def weights(self, layer: LayerBuffer) -> list[Tensor]:
         """Return tensors over the buffer's memory for each slot's weights, for transfers."""
@@ -159,7 +147,6 @@ class Buffer:
         """Drop references to the memory; a transfer in flight keeps it until the transfer ends."""
         self.bound.clear()
         self._chunks.clear()
-        self._parts.clear()
         self._memory = self._memory.new_empty(0)
         self.holds = self.transfer = None
 

@@ -7,7 +7,7 @@ only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -86,7 +86,7 @@ class Replicas:
 
         Collective: all ranks call it at the same point.
         """
-        pending = PendingGradients(self.slots.experts.homes(), self.slots.experts.layout)
+        pending = PendingGradients(self.slots.experts)
         self._return_gradients(pending, self._grads())
         return pending
 
@@ -200,11 +200,8 @@ class Replicas:
         bound = self._bound()
         if not (bound.is_trained and torch.is_grad_enabled()):
             return hidden, bound.weights
-        pending, token = joined_homes or PendingGradients.join_homes(
-            self.slots.experts.homes(), self.slots.experts.layout
-        )
-        take = partial(self._take_gradients, pending, bound.requires_grad)
-        return bound.join(hidden, token, take)
+        pending, token = joined_homes or PendingGradients.join_homes(self.slots.experts)
+        return bound.join(hidden, token, partial(self._take_gradients, pending, bound))
 
     def _bound(self) -> BoundWeights:
         """Return the weights, made once per object of transfers.
@@ -224,7 +221,7 @@ class Replicas:
             [slots.experts.weights_in(chunk) for chunk in self.buffer.new_weights(sizes)],
             layout=slots.experts.layout,
             trained=slots.computes_gradients(self.transfers) if is_trained else None,
-            grads=self._grads() if slots.experts.layout.fuses_any and is_trained else None,
+            grads=self._grads() if is_trained else (),
         )
         # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
         # where the buffer serves another microbatch next.
@@ -264,42 +261,36 @@ class Replicas:
     def _take_gradients(
         self,
         pending: PendingGradients,
-        requires_grad: list[bool],
+        bound: BoundWeights,
         node: Any,
         grads: list[Tensor | None],
     ) -> None:
         """Take one microbatch's gradients of all weights, or queue delayed gradients."""
         pending.check_destination(node, self.label)
-        if requires_grad != [p.requires_grad for home in pending.homes for p in home]:
+        if bound.requires_grad != [p.requires_grad for home in pending.homes for p in home]:
             raise RuntimeError(
                 f"{self.label}: parameters of experts were frozen or unfrozen within an iteration; "
                 "do so after the optimizer's step, before the next forward"
             )
         if self.slots.experts.delayed is None:
-            pending.take(self._add_gradients(pending, grads))
+            self._add_gradients(pending, bound, grads)
         else:
             pending.delay()
-            self.slots.experts.delayed.append((grads, partial(self._take_delayed, pending)))
-
-    def _take_delayed(
-        self, pending: PendingGradients, grads: list[Tensor | None]
-    ) -> PendingGradients:
-        pending.take(self._add_gradients(pending, grads))
-        return pending
+            take = partial(self._add_gradients, pending, bound)
+            self.slots.experts.delayed.append((grads, take))
 
     def _add_gradients(
-        self, pending: PendingGradients, grads: list[Tensor | None]
-    ) -> list[Tensor | None]:
+        self, pending: PendingGradients, bound: BoundWeights, grads: list[Tensor | None]
+    ) -> PendingGradients:
         """Accumulate one microbatch's gradients of all slots; return the sums after the last one.
 
         Returns:
-            The gradients of the homes.
+            ``pending``, which takes the gradients of the homes.
         """
         layout = self.slots.experts.layout
         first = self.state is not ReplicaState.ACCUMULATING
-        num_homes = len(pending.homes) * len(layout.shapes)
-        for index, total in self._carried_sums():
-            _add(total, grads[num_homes + index], first=first)
+        for index, total in bound.carried_sums:
+            _add(total, grads[index], first=first)
         for part, is_fused in enumerate(layout.fused):
             if is_fused:
                 for expert in pending.homes:
@@ -313,27 +304,8 @@ class Replicas:
         ):
             self._return_gradients(pending, self._grads())
             self._finish()
-        return grads[:num_homes]
-
-    def _carried_sums(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the accumulators of gradients that autograd carries.
-
-        Yields:
-            For each parameter of each replica whose GEMM is not fused, its index among the
-            parameters of all slots, and its accumulator.
-        """
-        layout = self.slots.experts.layout
-        if layout.fuses_all:
-            return
-        # The buffer keeps the views: here they would keep the memory of a released buffer.
-        sums = self._grad_buffer.parts(self.slots.sizes, self._sum_dtype, layout)
-        for slot in self.transfers.slots:
-            first = slot * len(layout.shapes)
-            for index, (total, fused) in enumerate(
-                zip(sums[slot], layout.fused, strict=True), first
-            ):
-                if not fused:
-                    yield index, total
+        pending.take(grads[: len(pending.homes) * len(layout.shapes)])
+        return pending
 
     def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
         self._become(ReplicaState.RETURNING)

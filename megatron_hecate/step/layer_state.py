@@ -250,9 +250,7 @@ class LayerState(Uncopied):
         """Join homes before the attention, whose backward then hides the return of gradients."""
         self.joined_homes = None
         if self.replicas_of(purpose) is not None and torch.is_grad_enabled():
-            self.joined_homes = PendingGradients.join_homes(
-                self.parts.experts.homes(), self.parts.experts.layout
-            )
+            self.joined_homes = PendingGradients.join_homes(self.parts.experts)
 
     def forwarded(self, replicas: Replicas | None) -> None:
         """Record a microbatch's forward with ``replicas``, which a backward follows."""
