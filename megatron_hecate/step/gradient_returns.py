@@ -9,7 +9,6 @@ gradients, because the next line may read or change ``main_grad``.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from itertools import chain
 
@@ -34,11 +33,9 @@ class GradientReturns:
         self._states = states
         self._pool = pool
         self.data_parallel: DataParallel | None = None
-        # Replicas of all layers, as long as a backward may need them.
-        self.live: weakref.WeakSet[Replicas] = weakref.WeakSet()
-        # True if gradients waited for the reduction in the last iteration, and in this one.
-        self._guesses = False
+        # True if gradients waited for the reduction in this iteration.
         self._waited = False
+        # Microbatches after which gradients return, if they waited in the last iteration.
         self._expected_microbatches: int | None = None
 
     def begin_iteration(self, microbatches: int | None) -> None:
@@ -46,9 +43,8 @@ class GradientReturns:
 
         Not called for an iteration that repeats the last one.
         """
-        self._guesses = self._waited
+        self._expected_microbatches = microbatches if self._waited else None
         self._waited = False
-        self._expected_microbatches = microbatches
 
     def is_last(self, state: LayerState, microbatches: int) -> bool:
         """Return whether gradients of a layer return with the running backward.
@@ -63,11 +59,7 @@ class GradientReturns:
         if self.data_parallel is None or not state.in_schedule:
             return True
         wants_gradients = self.data_parallel.wants_gradients(state.chunk)
-        if (
-            wants_gradients is False
-            and self._guesses
-            and microbatches == self._expected_microbatches
-        ):
+        if wants_gradients is False and microbatches == self._expected_microbatches:
             self._waited = True
             return True
         return wants_gradients is not False
@@ -77,18 +69,22 @@ class GradientReturns:
 
         Collective: every rank calls it at the same point.
         """
-        waiting = [
+        waiting = self._waiting(chunk)
+        if waiting:
+            self._waited = True
+        started = [replicas.return_waiting() for replicas in reversed(waiting)]
+        for pending in started:
+            pending.arrive()
+
+    def _waiting(self, chunk: int | None = None) -> list[Replicas]:
+        """Return the replicas of ``chunk``, or of all chunks, whose gradients wait."""
+        return [
             state.replicas
-            for state in reversed(self._states)
+            for state in self._states
             if chunk in (None, state.chunk)
             and state.replicas is not None
             and state.replicas.is_accumulating
         ]
-        if waiting:
-            self._waited = True
-        started = [replicas.return_waiting() for replicas in waiting]
-        for pending in started:
-            pending.arrive()
 
     def drop(self) -> list[str]:
         """Forget waiting gradients, and return the names of their layers.
@@ -96,17 +92,17 @@ class GradientReturns:
         Sums of an aborted backward arrive before DDP zeroes the homes' gradients.
         """
         self._pool.wait_for_returns()
-        waiting = [replicas for replicas in self.live if replicas.is_accumulating]
+        waiting = self._waiting()
         for replicas in waiting:
             replicas.drop_waiting()
-        return sorted(replicas.label for replicas in waiting)
+        return [replicas.label for replicas in waiting]
 
     def wait_for(self, optimizer: Optimizer) -> bool:
         """Return whether gradients of experts that ``optimizer`` steps wait to return.
 
         The optimizer may step the experts' parameters, their main parameters, or shards of them.
         """
-        if not any(replicas.is_accumulating for replicas in self.live):
+        if not self._waiting():
             return False
         parameters: list[Parameter] = []
         for state in self._states:

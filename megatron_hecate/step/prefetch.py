@@ -279,7 +279,6 @@ class Prefetcher(Uncopied, StepEvents):
             events=self,
             meter=self.meter,
         )
-        self.returns.live.add(replicas)
         replicas.start()
         return replicas
 
