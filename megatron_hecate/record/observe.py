@@ -178,7 +178,6 @@ class Observer:
         )
         # Iteration, unix time of its end, and sum of its counts.
         self._sums: deque[tuple[int, float, GroupSum]] = deque()
-        self._stream = torch.cuda.Stream() if device.type == "cuda" else None
         # Counts of each layer. True once any token was counted.
         self._layer_counts = [self.counts.of_layer(index) for index in range(len(layers))]
         self._has_counted = False
@@ -231,7 +230,7 @@ class Observer:
         self.clock.begin_before(0)
         self.clock.end_iteration()
         self.collect()
-        total = GroupSum(self.counts.take(), self._group, timeout=1.0, stream=self._stream)
+        total = GroupSum(self.counts.take(), self._group, timeout=1.0)
         self._sums.append((self.clock.number, time.time(), total))
 
     def collect(self) -> bool:

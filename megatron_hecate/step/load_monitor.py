@@ -7,8 +7,8 @@ at the start of the next iteration. Its forecast uses the loads of previous iter
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -40,7 +40,6 @@ class GroupSum:
         group: process group of the all-reduce.
         timeout: seconds to wait for the group's ranks.
         what: name of the sum, for errors.
-        stream: stream that copies results on a GPU, so that reading waits for this sum alone.
     """
 
     def __init__(
@@ -49,15 +48,14 @@ class GroupSum:
         group: dist.ProcessGroup,
         *,
         timeout: float,
-        stream: torch.cuda.Stream | None,
         what: str = "sum of the loads",
     ) -> None:
         work = dist.all_reduce(counts, group=group, async_op=True)
-        self._is_copied = stream is not None
-        if stream is None:
+        self._is_copied = counts.is_cuda
+        if not counts.is_cuda:
             self._host = counts
             self._ready = work.is_completed
-            self._wait: Callable[[], Any] = partial(
+            self._wait: Callable[[], Any] = functools.partial(
                 wait_collective,
                 work,
                 counts,
@@ -68,6 +66,7 @@ class GroupSum:
             )
             return
         self._host = torch.full(counts.shape, NOT_HERE, dtype=counts.dtype, pin_memory=True)
+        stream = _copy_stream(counts.device)
         with torch.cuda.stream(stream):
             work.wait()
             self._host.copy_(counts, non_blocking=True)
@@ -97,6 +96,12 @@ class GroupSum:
             return first.copy() if self._ready() else None
         copied = first.copy()
         return None if (copied == NOT_HERE).any() else copied
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream that copies sums to the host, so that reading one waits for sums alone."""
+    return torch.cuda.Stream(device=device)
 
 
 class LoadRecorder(Protocol):
@@ -164,7 +169,6 @@ class LoadMonitor:
         # Views of the counts, [E] per layer.
         self._counts: Sequence[Tensor]
         self._reduced: GroupSum | None = None
-        self._stream: torch.cuda.Stream | None = None
         # A new object in every iteration.
         self.history = LoadHistory()
         # Its measurements are summed with the loads.
@@ -216,9 +220,7 @@ class LoadMonitor:
             microbatch_sums = self.recorder.counts.take()
             counts.copy_(microbatch_sums[: self._size])
             rank_counts.copy_(microbatch_sums[self._size :])
-        if sums.is_cuda:
-            self._stream = self._stream or torch.cuda.Stream()
-        self._reduced = GroupSum(sums, self._group, timeout=self._timeout, stream=self._stream)
+        self._reduced = GroupSum(sums, self._group, timeout=self._timeout)
         return True
 
     def peek(self) -> Callable[[], tuple[np.ndarray, list[int]] | None]:

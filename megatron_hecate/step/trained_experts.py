@@ -36,7 +36,6 @@ class TrainedExperts:
         self._sizes = list(map(len, owners))
         # ``requires_grad`` of all ranks' parameters, [R * (sum of sizes)], while in flight.
         self._exchanged: GroupSum | None = None
-        self._stream: torch.cuda.Stream | None = None
         # By layer, in this iteration.
         self._are_trained = [True] * len(states)
 
@@ -67,14 +66,9 @@ class TrainedExperts:
         flags[self._group.rank()] = torch.tensor(self._requires_grad())
         device = self._states[0].parts.experts.home(0)[0].device
         if device.type == "cuda":
-            self._stream = self._stream or torch.cuda.Stream()
             flags = flags.pin_memory().to(device, non_blocking=True)
         self._exchanged = GroupSum(
-            flags,
-            self._group,
-            timeout=config.timeout,
-            stream=self._stream,
-            what="frozen parameters",
+            flags, self._group, timeout=config.timeout, what="frozen parameters"
         )
         if config.rehome:
             # An error comes before experts move.
