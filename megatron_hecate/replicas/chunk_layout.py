@@ -42,11 +42,6 @@ class ChunkLayout:
         """True if the gradient of at least one parameter is fused."""
         return any(self.fused)
 
-    @cached_property
-    def fuses_all(self) -> bool:
-        """True if the gradients of all parameters are fused."""
-        return all(self.fused)
-
     @property
     def has_biases(self) -> bool:
         """True if any parameter is a vector."""

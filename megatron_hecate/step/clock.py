@@ -54,10 +54,9 @@ class Clock:
         self.microbatches: int | None = None
         # True if an optimizer has stepped since the last iteration began.
         self.has_stepped = False
-        # True if the running iteration may repeat the last one, so that its plans must not change.
-        self.is_repeated = False
         # True if the loop says where its iterations begin.
         self.is_told = False
+        # Successive iterations without an optimizer step.
         self._num_unstepped = 0
         # Last iteration that each layer has entered, and its forwards there.
         self._entered = [-1] * len(passes)
@@ -96,7 +95,7 @@ class Clock:
             )
         self.begun = self.iteration
         self.microbatches = self.counted_microbatches
-        self.is_repeated = self._may_repeat()
+        self._num_unstepped = 0 if self.has_stepped else self._num_unstepped + 1
         self.number = self._read_number() or self.number + 1
         self._forwards = [0] * len(self._passes)
         try:
@@ -108,14 +107,14 @@ class Clock:
             raise
         self.has_stepped = False
 
-    def _may_repeat(self) -> bool:
-        """Return whether the new iteration may repeat the last one: no optimizer stepped between.
+    @property
+    def is_repeated(self) -> bool:
+        """True if the running iteration may repeat the last one: no optimizer stepped between.
 
         With the same plans a repeated forward and backward, such as by Megatron's rerun state
         machine, is bitwise the same. Steps of an optimizer that is not torch's, or inside a CUDA
         graph, are not observed, so only a few successive iterations count as repetitions.
         """
-        self._num_unstepped = 0 if self.has_stepped else self._num_unstepped + 1
         return 0 < self._num_unstepped <= MOST_REPEATED
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
 
 import numpy as np
 
@@ -34,7 +33,7 @@ class LoadHistory:
         # Tokens of the last iteration, [L, E].
         self.last: np.ndarray | None = None
         # Square roots of the last loads, and the expected next roots, [L, E].
-        self._roots: deque[np.ndarray] = deque(maxlen=3)
+        self._roots: tuple[np.ndarray, ...] = ()
         self._expected: np.ndarray | None = None
         # Sums of products of successive changes, and of squared changes, [L, 1].
         self._found: np.ndarray | float = 0.0
@@ -42,9 +41,8 @@ class LoadHistory:
 
     def extended(self, load: np.ndarray) -> LoadHistory:
         """Return an independent copy with one more iteration, see `append`."""
-        history = copy.copy(self)
         # Arrays can be shared: none is written to.
-        history._roots = self._roots.copy()
+        history = copy.copy(self)
         history.append(load)
         return history
 
@@ -56,7 +54,7 @@ class LoadHistory:
         """
         self.last = load
         roots = np.sqrt(load.astype(np.float64))
-        self._roots.append(roots)
+        self._roots = (*self._roots[-2:], roots)
         if len(self._roots) == 3:
             oldest, middle, newest = self._roots
             change = middle - oldest
