@@ -149,7 +149,6 @@ class Placement:
         Raises:
             AssertionError: for a bug of ours; the message names the experts, ranks and values.
         """
-        # Explicit raises, not ``assert``: development mode must check under ``python -O``, too.
         for name, lowest, limit in (
             ("home", 0, self.num_ranks),
             ("table", EMPTY, self.num_experts),

@@ -73,7 +73,13 @@ class LayerState(Uncopied):
         self.group = layer.ep_group
         self.stock_dispatcher = layer.token_dispatcher
         self.physical_dispatcher = parts.physical_dispatcher
-        self.rerouter = self._rerouter()
+        self.rerouter = Rerouter(
+            self.stock_dispatcher,
+            world,
+            label=self.name,
+            timeout=config.timeout,
+            exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
+        )
         captured = holds_preprocess(SettingSources(layer.config))
         self.always_physical = config.slots + config.rehome > 0 and (
             self.rerouter.always_physical or captured
@@ -104,15 +110,6 @@ class LayerState(Uncopied):
         # Replicas of the microbatches whose backward has not run, one entry per pass, oldest first:
         # Megatron's schedules preserve the order.
         self._in_flight: deque[Replicas | None] = deque()
-
-    def _rerouter(self) -> Rerouter:
-        return Rerouter(
-            self.stock_dispatcher,
-            self.world,
-            label=self.name,
-            timeout=self.config.timeout,
-            exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
-        )
 
     def begin_forward(self, running: ForwardPass) -> None:
         """Begin a forward, for which the homes may have been joined before the attention."""
