@@ -134,9 +134,10 @@ def iteration_begins(model: Any) -> None:
     """Say that the next training forward begins an iteration.
 
     Loops that use Megatron's DDP, optimizers and schedules need not call it: FSSDP infers where
-    iterations begin. In a loop without Megatron's schedules weights may change between any two
-    forwards, so that each forward fetches replicas again; from the first call of this function on,
-    they are fetched once per iteration, and after `weights_changed`. Call it on all ranks.
+    iterations begin. With neither DDP nor an optimizer of torch it cannot. In a loop without
+    Megatron's schedules weights may change between any two forwards, so that each forward fetches
+    replicas again; from the first call of this function on, they are fetched once per iteration,
+    and after `weights_changed`. Call it on all ranks.
 
     Args:
         model: a model chunk or a list of model chunks, wrapped by DDP or not.
