@@ -15,19 +15,16 @@ The bodies of these four methods are the same from megatron-core 0.16.1 to 0.20.
 
 Weights may also change between two forwards without any such call, and no counter shows it: a
 tensor's version misses ``param.data.mul_()``, foreach kernels on ``.data`` and writes to DDP's
-parameter buffer. Only within one call of a schedule can no weight change.
-`DataParallel.schedule_call` numbers the calls of schedules: each begins with ``no_sync``.
+parameter buffer. Only within one call of a schedule can no weight change. So Megatron's schedules
+are wrapped, and `DataParallel.schedule_call` numbers their calls.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
-import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from types import CodeType
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
@@ -38,6 +35,77 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from megatron_hecate.megatron.events import GradientEvents, StepEvents
 from megatron_hecate.megatron.gradient_buckets import order_buckets
 
+# The functions that ``get_forward_backward_func`` looks up by these names in each call.
+_SCHEDULES = (
+    "forward_backward_no_pipelining",
+    "forward_backward_pipelining_with_interleaving",
+    "forward_backward_pipelining_without_interleaving",
+)
+
+
+class _ScheduleCalls:
+    """Calls of Megatron's schedules in this process.
+
+    Attributes:
+        running: number of the running call; ``None`` outside of calls.
+        ddps: DDPs around converted chunks.
+    """
+
+    def __init__(self) -> None:
+        self.running: int | None = None
+        self.ddps: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+        self._count = 0
+
+    def count(self, schedule: Callable) -> Callable:
+        """Wrap a schedule, so that its calls are counted and enter DDP's ``no_sync``."""
+
+        @functools.wraps(schedule)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._count += 1
+            self.running = self._count
+            try:
+                with self._no_sync_funcs():
+                    return schedule(*args, **kwargs)
+            finally:
+                self.running = None
+
+        return run
+
+    @contextlib.contextmanager
+    def _no_sync_funcs(self) -> Iterator[None]:
+        """Set ``config.no_sync_func`` where DDP does not reduce during the backward.
+
+        Megatron sets it only with ``overlap_grad_reduce``. It is set for the schedule alone,
+        because libraries copy and pickle configurations.
+        """
+        configs: dict[int, Any] = {}
+        for ddp in self.ddps:
+            if not ddp.ddp_config.overlap_grad_reduce and ddp.config.no_sync_func is None:
+                configs[id(ddp.config)] = ddp.config
+        for config in configs.values():
+            config.no_sync_func = functools.partial(self._enter_no_sync, config)
+        try:
+            yield
+        finally:
+            for config in configs.values():
+                config.no_sync_func = None
+
+    @contextlib.contextmanager
+    def _enter_no_sync(self, config: Any) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for ddp in [ddp for ddp in self.ddps if ddp.config is config]:
+                stack.enter_context(ddp.no_sync())
+            yield
+
+
+_CALLS = _ScheduleCalls()
+
+
+@functools.cache
+def _count_schedule_calls() -> None:
+    for name in _SCHEDULES:
+        setattr(schedules, name, _CALLS.count(getattr(schedules, name)))
+
 
 class _ObservedDDP:
     """Mixin in front of Megatron's DDP that reports gradient events.
@@ -45,20 +113,20 @@ class _ObservedDDP:
     Attributes:
         fssdp_events: receiver of the events.
         fssdp_chunk: index of the wrapped model chunk.
-        fssdp_no_syncs: times that ``no_sync`` was entered.
+        fssdp_call: schedule's call in which ``no_sync`` was entered last.
     """
 
     fssdp_events: GradientEvents
     fssdp_chunk: int
-    fssdp_no_syncs: int = 0
+    fssdp_call: int | None = None
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        self.fssdp_no_syncs += 1
+        self.fssdp_call = _CALLS.running
         with super().no_sync():  # type: ignore[misc]
             yield
         # not after an exception: other ranks may not reach this point
-        if not _in_schedule():
+        if _CALLS.running is None:
             # the loop may read or change ``main_grad`` from here on
             self.fssdp_events.gradients_wanted(self.fssdp_chunk)
 
@@ -74,38 +142,6 @@ class _ObservedDDP:
     def zero_grad_buffer(self) -> None:
         self.fssdp_events.gradients_dropped()
         super().zero_grad_buffer()  # type: ignore[misc]
-
-
-class _NoSync:
-    """``config.no_sync_func`` for schedules where DDP does not reduce during the backward.
-
-    Megatron sets it only with ``overlap_grad_reduce``. A copied or pickled configuration holds
-    ``None`` in its place: it belongs to another model, or to none.
-    """
-
-    # Megatron-Bridge's exports copy whatever a configuration holds, and set the attributes of the
-    # copies, which ``None`` has not: slots are no such attributes.
-    __slots__ = ("_ddps",)
-
-    def __init__(self, ddps: Sequence[DistributedDataParallel]) -> None:
-        # weak, as a configuration may outlive its model
-        self._ddps = [weakref.ref(ddp) for ddp in ddps]
-
-    def holds(self, ddp: DistributedDataParallel) -> bool:
-        """Whether it enters ``no_sync`` of ``ddp``."""
-        return any(reference() is ddp for reference in self._ddps)
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            for reference in self._ddps:
-                ddp = reference()
-                if ddp is not None:
-                    stack.enter_context(ddp.no_sync())
-            yield
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 class DataParallel(StepEvents):
@@ -131,6 +167,7 @@ class DataParallel(StepEvents):
         self._ddps: list[weakref.ref[DistributedDataParallel] | None] = [None] * len(chunks)
         self._events = events
         self._orders = orders
+        _count_schedule_calls()
         # weak, because the hook outlives a model that never trains
         reference = weakref.ref(self)
 
@@ -153,22 +190,16 @@ class DataParallel(StepEvents):
                 module.fssdp_events = self._events
                 module.fssdp_chunk = index
                 self._ddps[index] = weakref.ref(module)
+                _CALLS.ddps.add(module)
 
     def iteration_begins(self, iteration: int) -> None:
         """Order buckets of experts before the first backward."""
         self._watch.remove()
-        self.set_no_sync_func()
         if self._orders:
-            for ddp in self._wrappers():
-                order_buckets(ddp)
+            for reference in self._ddps:
+                if reference is not None and (ddp := reference()) is not None:
+                    order_buckets(ddp)
         self._orders = False
-
-    def set_no_sync_func(self) -> None:
-        """Set ``no_sync_func`` where the loop left it ``None`` or reset it to ``None``."""
-        ddps = self._wrappers()
-        for ddp in ddps:
-            if not ddp.ddp_config.overlap_grad_reduce and ddp.config.no_sync_func is None:
-                ddp.config.no_sync_func = _NoSync(ddps)
 
     def wants_gradients(self, chunk: int) -> bool | None:
         """Whether DDP reduces after the running backward of ``chunk``; ``None`` without DDP."""
@@ -182,24 +213,16 @@ class DataParallel(StepEvents):
         return True
 
     def schedule_call(self, chunk: int) -> int | None:
-        """Identify the schedule's call that runs the current forward of ``chunk``.
+        """Return the number of the schedule's call that runs the current forward of ``chunk``.
 
-        Returns:
-            The number, or ``None`` where two forwards cannot be attributed to one call: without
-            DDP, in loops without Megatron's schedules, and outside of any ``no_sync`` where
-            ``no_sync_func`` is not this DDP's, because the loop replaced it or two models share a
-            configuration.
+        ``None`` without DDP, in loops without Megatron's schedules, and where the schedule enters
+        no ``no_sync`` of this DDP, because the loop replaced ``no_sync_func``.
         """
         ddp = self._ddp(chunk)
-        if ddp is None or not _in_schedule():
+        call = _CALLS.running
+        if ddp is None or (self.wants_gradients(chunk) and ddp.fssdp_call != call):
             return None
-        if self.wants_gradients(chunk) and not _enters_no_sync(ddp.config.no_sync_func, ddp):
-            return None
-        return ddp.fssdp_no_syncs
-
-    def _wrappers(self) -> list[DistributedDataParallel]:
-        ddps = [self._ddp(chunk) for chunk in range(len(self._ddps))]
-        return [ddp for ddp in ddps if ddp is not None]
+        return call
 
     def _ddp(self, chunk: int) -> DistributedDataParallel | None:
         reference = self._ddps[chunk]
@@ -211,36 +234,3 @@ class DataParallel(StepEvents):
 @functools.cache
 def _observed(base: type) -> type:
     return type(f"FSSDP{base.__name__}", (_ObservedDDP, base), {})
-
-
-def _enters_no_sync(function: Any, ddp: DistributedDataParallel) -> bool:
-    """Whether a schedule with this ``no_sync_func`` enters ``no_sync`` of ``ddp``."""
-    functions = function if isinstance(function, list) else [function]
-    for one in functions:
-        if isinstance(one, _NoSync):
-            if one.holds(ddp):
-                return True
-        elif getattr(one, "__self__", None) is ddp:
-            return True
-    return False
-
-
-@functools.cache
-def _schedule_codes() -> frozenset[CodeType]:
-    functions = (
-        schedules.forward_backward_no_pipelining,
-        schedules.forward_backward_pipelining_with_interleaving,
-        schedules.forward_backward_pipelining_without_interleaving,
-    )
-    return frozenset(inspect.unwrap(function).__code__ for function in functions)
-
-
-def _in_schedule() -> bool:
-    """Whether one of Megatron's schedules is on the stack."""
-    codes = _schedule_codes()
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code in codes:
-            return True
-        frame = frame.f_back
-    return False

@@ -83,10 +83,6 @@ class Detector:
 
     def gradients_dropped(self) -> None:
         """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
-        data_parallel = self._returns.data_parallel
-        if data_parallel is not None:
-            # Set the function before the first schedule runs: the first iteration needs it, too.
-            data_parallel.set_no_sync_func()
         self._returns.drop()
         self._clock.end_iteration("DDP zeroed gradients")
 
