@@ -13,8 +13,10 @@ import pytest
 import torch.distributed as dist
 from ranks import ranks
 
-from megatron_hecate.record import job_metrics
+from megatron_hecate.megatron.training_globals import running_iteration
+from megatron_hecate.record import job_metrics, training_log
 from megatron_hecate.record.job_metrics import JobMetrics
+from megatron_hecate.record.metrics import step_metrics
 
 
 class _Board:
@@ -27,21 +29,41 @@ class _Board:
         self.values.setdefault(iteration, {})[name] = value
 
     def flush(self) -> None:
-        pass
+        self.is_flushed = True
 
 
-def _script(every: int) -> _Board:
-    """As in a script of ``megatron.training``: its arguments on all ranks, its writer on the last one."""
-    board, names = _Board(), types.ModuleType("megatron.training.global_vars")
+class _Wandb:
+    """As a run of W&B keeps steps: rows only come after one another, and what has no step joins the running one."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+        self.x_axes: list[tuple[str, str]] = []
+        self.run: _Wandb | None = self  # wandb's own name for it
+
+    def log(self, values: dict, step: int | None = None, *, commit: bool | None = None) -> None:
+        assert commit is not True
+        running = len(self.rows) if step is None else step
+        if running < len(self.rows):
+            return  # dropped
+        self.rows += [{} for _ in range(running - len(self.rows) + 1)] if step is not None else []
+        self.rows[-1] |= values
+
+    def define_metric(self, name: str, *, step_metric: str) -> None:
+        self.x_axes.append((name, step_metric))
+
+
+def _script(every: int) -> tuple[_Board, _Wandb]:
+    """As in a script of ``megatron.training``: its arguments on all ranks, its writers on the last one."""
+    names = types.ModuleType("megatron.training.global_vars")
     names._GLOBAL_ARGS = types.SimpleNamespace(
         tensorboard_dir="board", tensorboard_log_interval=every, moe_per_layer_logging=True
     )
-    names.get_tensorboard_writer = lambda: (
-        board if dist.get_rank() == dist.get_world_size() - 1 else None
-    )
-    names.get_wandb_writer = lambda: None
+    board, wandb = _Board(), _Wandb()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    names.get_tensorboard_writer = lambda: board if is_last else None
+    names.get_wandb_writer = lambda: wandb if is_last else None
     sys.modules[names.__name__] = names
-    return board
+    return board, wandb
 
 
 LAYOUTS = {
@@ -51,11 +73,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize(
-    ("layout", "observe"),
-    [
-        ("last stage dense", True),
-        ("interleaved, uneven", False),
-    ],
+    ("layout", "observe"), [("last stage dense", True), ("interleaved, uneven", False)]
 )
 @ranks(4)
 def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
@@ -63,14 +81,13 @@ def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
     import tiny_gpt
     import torch
 
-    from megatron_hecate import HecateConfig, fssdp
+    from megatron_hecate import HecateConfig, fssdp, layer_metrics
 
     case = tiny_gpt.Case(ep=2, accumulate=2, skew=3, **LAYOUTS[layout])
     tiny_gpt.initialize(case)
-    board, folder = _script(every=2), os.environ["TEST_FOLDER"] + "/run"
-    counts = torch.zeros(
-        5, 5, 8 + 2, dtype=torch.int64
-    )  # [T, layer's number]: tokens by expert, by rank computed
+    (board, wandb), folder = _script(every=2), os.environ["TEST_FOLDER"] + "/run"
+    # [T, layer's number]: tokens by expert, by rank computed
+    counts = torch.zeros(5, 5, 8 + 2, dtype=torch.int64)
     config = HecateConfig(observe=observe, record=folder, speeds=tiny_gpt.FREE)
     step = 0
 
@@ -89,15 +106,26 @@ def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
         return chunks
 
     run = tiny_gpt.train(case, steps=0, hook=hook)
+    assert layer_metrics(run.chunks) == []
     for step in range(5):
         run.step(step)
-    for layer in tiny_gpt.moe_layers(run.chunks)[:1]:
-        (
-            layer.router.observer.stage if observe else layer.prefetcher.monitor.recorder.stage
-        ).close()
+        wandb.log({"loss": 0.5}, step + 1)  # Megatron's own; ours may come later
+    layers = tiny_gpt.moe_layers(run.chunks)
+    for layer in layers[:1]:
+        recorder = layer.router.observer if observe else layer.prefetcher.monitor.recorder
+        recorder.stage.close()
     JobMetrics.newest.stop(20)
     assert not JobMetrics.newest.is_alive()
     dist.all_reduce(counts)
+    of_layers = layer_metrics(run.chunks)
+    for metrics, layer in zip(of_layers, [] if observe else layers, strict=True):
+        homes = counts[4, layer.layer_number, :8].view(2, 4).sum(dim=1).tolist()
+        assert metrics.layer == f"layer {layer.layer_number}"
+        assert metrics.routed_tokens == max(homes)
+        assert metrics.routed == pytest.approx(2 * max(homes) / sum(homes))
+        assert metrics.bypassed == (metrics.replicas == 0)
+        assert metrics.computed >= 1 and (metrics.computed < metrics.routed) != metrics.bypassed
+    assert observe or any(metrics.replicas for metrics in of_layers)
     if dist.get_rank() < 3:
         assert not board.values
         return
@@ -106,17 +134,10 @@ def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
     assert len(numbers) == (3 if case.vpp else 1)
     for iteration, found in board.values.items():
         expert, rank = np.split(counts[iteration - 1, numbers].double().numpy(), [8], axis=1)
-        factor, vio = (
-            rank.max(axis=1) / rank.mean(axis=1),
-            expert.max(axis=1) / expert.mean(axis=1) - 1,
-        )
-        stages = [
-            rank[[number % 2 == 1 for number in numbers]],
-            rank[[number % 2 == 0 for number in numbers]],
-        ]
-        fullest = [
-            stage.sum(axis=0).max() / stage.sum(axis=0).mean() for stage in stages if len(stage)
-        ]
+        factor = rank.max(axis=1) / rank.mean(axis=1)
+        vio = expert.max(axis=1) / expert.mean(axis=1) - 1
+        stages = [rank[[number % 2 == odd for number in numbers]].sum(axis=0) for odd in (1, 0)]
+        fullest = [stage.max() / stage.mean() for stage in stages if stage.any()]
         expected = {
             "moe/avg_overload_factor": factor.mean(),
             "moe/max_overload_factor": factor.max(),
@@ -124,15 +145,35 @@ def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
             "moe/max_vio": vio.mean(),
             "moe/dead_experts": (expert == 0).sum(),
             **{f"moe/max_vio_layer_{number - 1}": vio[i] for i, number in enumerate(numbers)},
-            **{
-                f"moe/overload_factor_layer_{number - 1}": factor[i]
-                for i, number in enumerate(numbers)
-            },
         }
+        for i, number in enumerate(numbers):
+            expected[f"moe/overload_factor_layer_{number - 1}"] = factor[i]
         assert {name: found[name] for name in expected} == pytest.approx(expected), iteration
         names = {name.rpartition("_")[2] for name in found if name.startswith("moe/max_vio_layer_")}
         assert names == {str(number - 1) for number in numbers}
         assert ("fssdp/replicas" in found) is not observe
+    (row,) = [row for row in wandb.rows if row.get("fssdp/iteration") == 4]
+    assert row == {"loss": 0.5, **board.values[4], "fssdp/iteration": 4}
+    names = sorted((name, "fssdp/iteration") for name in board.values[4])
+    assert sorted(wandb.x_axes) == names, "each once"
+    rows, wandb.run = str(wandb.rows), None  # a script has finished the run
+    load = np.array([[3, 1]])
+    values = step_metrics(load, load, load, token_ms=1.0)
+    job_metrics.log_step(6, ["layer 1"], values, ended=True)
+    assert board.values[6] and board.is_flushed and str(wandb.rows) == rows
+
+
+@pytest.mark.fast
+def test_when_a_script_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other loops than Megatron's have neither its iteration nor its loggers."""
+    name = "megatron.training.global_vars"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    assert running_iteration() is None and training_log.log_interval() is None
+    for project, interval in (("", None), ("p", 2)):
+        args = dict(tensorboard_dir=None, wandb_project=project, tensorboard_log_interval=2)
+        script = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(curr_iteration=3, **args))
+        monkeypatch.setitem(sys.modules, name, script)
+        assert (running_iteration(), training_log.log_interval()) == (4, interval)
 
 
 @ranks(2)
@@ -145,12 +186,11 @@ def test_a_stage_whose_metrics_do_not_come_delays_nobody() -> None:
 
     case = tiny_gpt.Case(ep=1, pp=2)
     tiny_gpt.initialize(case)
-    board, trained, hung = _script(every=1), threading.Event(), threading.Event()
+    (board, _), trained, hung = _script(every=1), threading.Event(), threading.Event()
 
     def hook(chunks: list) -> list:
-        chunks = fssdp(HecateConfig(observe=True, record=os.environ["TEST_FOLDER"] + "/run"))(
-            chunks
-        )
+        config = HecateConfig(observe=True, record=os.environ["TEST_FOLDER"] + "/run")
+        chunks = fssdp(config)(chunks)
         JobMetrics.newest._store = _NotOfTraining(JobMetrics.newest._store)
         if dist.get_rank() == 0:
             send = JobMetrics.newest._send
