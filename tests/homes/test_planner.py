@@ -170,9 +170,22 @@ def test_the_same_arguments_give_the_same_order_in_any_memory_layout() -> None:
 # when nothing moves
 
 
-def test_balanced_load_moves_nothing() -> None:
-    homes = Placement.initial(16, 4, num_slots=1)
-    assert (moved(np.full((4, 2, 16), 1000), homes, World((0, 0, 1, 1))) == plain(homes, 2)).all()
+def test_what_cannot_be_better_moves_nothing() -> None:
+    """Balanced loads; one expert with all tokens, as heavy wherever it lives, and layers without tokens; one rank."""
+    homes, world = Placement.initial(16, 4, num_slots=1), World((0, 0, 1, 1))
+    balanced = np.full((4, 2, 16), 1000)
+    alone = np.zeros((3, 16), np.int64)
+    alone[1, 3], alone[2, 0] = 10**6, 1
+    for load, layers in ((balanced, 2), (alone, 3)):
+        assert (moved(load, homes, world) == plain(homes, layers)).all()
+    single = Placement.initial(3, 1, num_slots=0)
+    assert (moved(np.array([[5, 0, 9]]), single, World((0,))) == np.arange(3)).all()
+
+
+def test_with_one_expert_each_nodes_are_evened_out() -> None:
+    homes = Placement.initial(4, 4, num_slots=0)
+    home = home_of(moved(np.array([[900, 900, 1, 1]]), homes, World((0, 0, 1, 1)))[0], homes)
+    assert home[0] // 2 != home[1] // 2
 
 
 def test_nothing_moves_unless_it_saves_more_than_it_costs() -> None:
@@ -198,30 +211,6 @@ def test_a_gain_that_does_not_last_half_the_window_moves_nothing() -> None:
     assert (moved(lasting, homes, World((0, 0))) != plain(homes)).any()
     passing = np.array([old] * 4 + [new] * 4)[:, None]
     assert (moved(passing, homes, World((0, 0))) == plain(homes)).all()
-
-
-# extremes
-
-
-@pytest.mark.parametrize("slots", [0, 2])
-def test_all_tokens_to_one_expert_or_none(slots: int) -> None:
-    """One expert is as heavy wherever it lives, and a layer without tokens costs nothing."""
-    homes, world = Placement.initial(8, 4, num_slots=slots), World((0, 0, 1, 1))
-    load = np.zeros((3, 8), np.int64)
-    load[1, 3], load[2, 0] = 10**6, 1
-    assert (
-        moved(load, homes, world, cost=CopyCost(crossing=3.0, far=10.0)) == plain(homes, 3)
-    ).all()
-
-
-def test_one_rank_and_one_expert_each() -> None:
-    assert (
-        moved(np.array([[5, 0, 9]]), Placement.initial(3, 1, num_slots=0), World((0,)))
-        == np.arange(3)
-    ).all()
-    homes = Placement.initial(4, 4, num_slots=0)  # only nodes can be evened out
-    home = home_of(moved(np.array([[900, 900, 1, 1]]), homes, World((0, 0, 1, 1)))[0], homes)
-    assert home[0] // 2 != home[1] // 2
 
 
 # nothing else knows

@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from seeds import seeds
 from shapes import swiglu
 
 from megatron_hecate.plan import H100, CopyCost, LayerShape, Link, Placement, World, plan_replicas
@@ -98,20 +97,3 @@ def test_as_many_replicas_a_rank_as_the_measured_times_make_fastest(name: str) -
     assert right >= LOADS - 3
     assert chosen <= 1.05 * best
     assert uncharged - best > 4 * (chosen - best)
-
-
-@seeds(6)
-@pytest.mark.parametrize("share", [0.03, 0.1, 0.3])
-def test_dear_experts_are_as_few_as_in_the_best_of_all_placements(seed: int, share: float) -> None:
-    """Two slots on each of three ranks. ``share``: tokens of each further expert of a rank, over the mean rank load."""
-    rng, placements = np.random.default_rng(seed), _placements()
-    load = np.rint(rng.dirichlet(np.ones(RANKS)) * 3000).astype(np.int64)
-    each = share * load.sum() / RANKS
-
-    def tokens(placement: Placement) -> float:
-        return _fullest(load, placement) + each * _held(placement)
-
-    plan = plan_replicas(load, HOMES, World((0,) * RANKS), cost=CopyCost(computing=each))
-    # A layer without replicas starts only at a gain of 1.2 times their cost.
-    slack = 0.0 if plan.num_replicas else 0.2 * each
-    assert tokens(plan) <= min(map(tokens, placements)) + slack + 1

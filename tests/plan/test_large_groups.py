@@ -1,4 +1,4 @@
-"""Plans of groups above 128 ranks for known loads: even ranks, at known prices.
+"""Plans of groups of 8 to 256 ranks for known loads: even ranks, at known prices.
 
 Oracles: a library's maximum flow says how even a plan can be; the package's own checker, whether it is valid; the
 kernels of the quotas, whether tokens get there; and a sum of two terms, how many copies of one hot expert pay.
@@ -81,7 +81,7 @@ def nodes(num_ranks: int) -> World:
 @pytest.mark.parametrize("copies", ["free", "nvlink", "p2p"])
 @pytest.mark.parametrize(
     ("num_experts", "num_ranks"),
-    [(129, 129), (80, 160), (512, 256), (128, 256)],
+    [(64, 8), (1024, 64), (129, 129), (80, 160), (512, 256), (128, 256)],
 )
 def test_known_loads_leave_ranks_even(num_experts: int, num_ranks: int, copies: str) -> None:
     world, homes, found = nodes(num_ranks), homes_of(num_experts, num_ranks), []

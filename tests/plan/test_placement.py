@@ -139,16 +139,16 @@ def test_replicas_take_the_lowest_free_slot_in_the_given_order() -> None:
     assert placement.is_replica.astype(int).tolist() == [[0, 0, 1, 1], [0, 0, 1, 0], [0, 0, 1, 0]]
     holders = [[1, 1, 1], [1, 0, 0], [0, 1, 0], [1, 1, 0], [0, 0, 1], [1, 0, 1]]
     assert placement.holders.astype(int).tolist() == holders
-
-
-def test_with_replicas_replaces_the_replicas_and_leaves_the_original() -> None:
-    bare = Placement.initial(4, 2, num_slots=1)
-    first = bare.with_replicas([(0, 1), (3, 0)])
-    second = first.with_replicas([(1, 1)])
-    assert bare.table.tolist() == [[0, 1, -1], [2, 3, -1]]
-    assert first.table.tolist() == [[0, 1, 3], [2, 3, 0]]
-    assert second.table.tolist() == [[0, 1, -1], [2, 3, 1]]
-    assert second.with_replicas(()).table.tolist() == bare.table.tolist()
+    # other replicas replace these, and the original stays
+    other = placement.with_replicas([(1, 1)])
+    assert other.table.tolist() == [[0, 1, -1, -1], [2, 3, 1, -1], [4, 5, -1, -1]]
+    assert placement.num_replicas == 4
+    for array in (placement.home, placement.table, placement.holders, placement.is_replica):
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+    placement.check(num_slots=2)
+    with pytest.raises(AssertionError, match="rank 0 holds 2 replicas, num_slots=1"):
+        placement.check(num_slots=1)
 
 
 def test_homes_may_be_uneven() -> None:
@@ -191,20 +191,6 @@ def test_the_checker_finds_tables_that_contradict_the_homes(
 def _placement() -> Placement:
     """Four experts on two ranks, a replica of expert 0 on rank 1."""
     return Placement(home=np.array([0, 0, 1, 1]), table=np.array([[0, 1, -1], [2, 3, 0]]))
-
-
-def test_the_checker_counts_slots() -> None:
-    _placement().check(num_slots=1)
-    _placement().homes_only.check(num_slots=0)
-    with pytest.raises(AssertionError, match="rank 1 holds 1 replicas, num_slots=0"):
-        _placement().check(num_slots=0)
-
-
-def test_a_placement_is_immutable() -> None:
-    placement = _placement()
-    for array in (placement.home, placement.table, placement.holders, placement.is_replica):
-        with pytest.raises(ValueError, match="read-only"):
-            array[...] = 0
 
 
 def test_the_fingerprint_is_of_the_values_alone() -> None:

@@ -163,25 +163,6 @@ def test_the_hook_by_hand_in_a_job_with_arguments() -> None:
         )
 
 
-@pytest.mark.fast
-def test_primus_kernels_are_refused_by_their_settings() -> None:
-    """Which mean nothing without ``enable_primus_turbo``. Stage 1 stands for a router that FSSDP converts."""
-    from megatron_hecate.switch_on import unsupported
-
-    job = dict(expert_model_parallel_size=2)
-    names = ("use_turbo_grouped_gemm", "use_turbo_deepep", "use_turbo_mega_moe")
-    turbo = dict.fromkeys(names, True) | {"turbo_sync_free_moe_stage": 2}
-    problems = unsupported.find(job, dict(turbo, enable_primus_turbo=True), slots=2)
-    assert len(problems) == len(turbo)
-    for name, value in turbo.items():
-        (line,) = (line for line in problems if f" {name}={value}: " in line)
-        instead = "1" if "stage" in name else "false"
-        assert line.endswith(f"set {name}={instead} or enable_primus_turbo=false")
-    others = dict(enable_primus_turbo=True, turbo_sync_free_moe_stage=1, use_turbo_deepep=False)
-    for settings in (others, dict(turbo, enable_primus_turbo=False)):
-        assert not unsupported.find(job, settings, slots=2)
-
-
 @ranks(2)
 def test_megatron_fsdp_by_hand() -> None:
     """It runs on CUDA only, so its mark on the parameters that it takes is put there by hand."""

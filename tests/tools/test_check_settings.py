@@ -228,6 +228,8 @@ OWNERS = [
     (QAT % (EP, "true"), REFUSED),
     (QAT % (EP, "false"), ON),
     (TURBO % (EP, "true", "use_turbo_grouped_gemm: true"), REFUSED),
+    (TURBO % (EP, "true", "use_turbo_deepep: true"), REFUSED),
+    (TURBO % (EP, "true", "use_turbo_mega_moe: true"), REFUSED),
     (TURBO % (EP, "true", "turbo_sync_free_moe_stage: 2"), REFUSED),
     (TURBO % (EP, "'${X}'", "use_turbo_deepep: true"), OPEN),
     (TURBO % (EP, "false", "use_turbo_deepep: true, turbo_sync_free_moe_stage: 2"), ON),
@@ -240,7 +242,8 @@ def test_owners_of_experts_by_any_name(check: Any, text: str, status: int) -> No
     found, said = check(text if EP in text else f"{EP}\n{text}")
     assert found == status, said
     refusal = (
-        r"peft='.*adapters wrap the linears|modelopt_enabled=True: ModelOpt repl|Primus replaces"
+        r"peft='.*adapters wrap the linears|modelopt_enabled=True: ModelOpt repl|"
+        r"(\w+)=\w+: .*Primus replaces.*; set \1=(false|1) or enable_primus_turbo=false"
     )
     assert bool(re.search(refusal, said)) == (status == REFUSED), said
     assert bool(re.search(r"=\$\S+ is decided elsewhere", said)) == (status == OPEN), said
