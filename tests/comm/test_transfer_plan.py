@@ -5,6 +5,8 @@ Oracle: literal plans; loops over the placement's own table, slot by slot.
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -39,32 +41,6 @@ def test_a_small_plan() -> None:
     assert late[2].receives == ((1, 0),) and late[2].turns == (0,)
 
 
-@seeds(20)
-def test_both_ends_of_a_copy_agree(seed: int) -> None:
-    """Of any two ranks, what one sends to the other is what that receives, in the same order and rounds."""
-    rng = np.random.default_rng(seed)
-    homes = Placement.initial(12, 4, num_slots=5)
-    away = [(e, r) for e in range(12) for r in range(4) if homes.home[e] != r]
-    drawn, room = [], [5] * 4
-    for e, r in (away[i] for i in rng.permutation(len(away))):
-        if room[r] and rng.random() < 0.6:
-            room[r] -= 1
-            drawn.append((e, r))
-    placement = homes.with_replicas(drawn)
-    plans = [TransferPlan.from_placement(placement, rank) for rank in range(4)]
-    for home in range(4):
-        for rank in range(4):
-            sent = [
-                (turn, home * 3 + index)
-                for turn, (index, to) in enumerate(plans[home].sends)
-                if to == rank
-            ]
-            pairs = zip(plans[rank].receives, plans[rank].turns, strict=True)
-            assert sent == [
-                (turn, placement.table[rank, 3 + slot]) for (slot, at), turn in pairs if at == home
-            ]
-
-
 def _placement(rng: np.random.Generator, *, one_expert: bool) -> Placement:
     """Ranks with 0 to 4 homes each, in any order, then 0 to 4 free slots, any of which hold replicas.
 
@@ -75,66 +51,67 @@ def _placement(rng: np.random.Generator, *, one_expert: bool) -> Placement:
     num_ranks = int(rng.integers(2, 9))
     homes = rng.integers(0, 5, num_ranks)
     homes[rng.integers(num_ranks)] += 1  # there is at least one expert
-    experts = iter(rng.permutation(homes.sum()).tolist())
-    home, table = np.empty(homes.sum(), np.int64), np.full((num_ranks, 10), EMPTY)
+    home, table = np.repeat(np.arange(num_ranks), homes), np.full((num_ranks, 10), EMPTY)
+    home = rng.permutation(home)
+    share, single = rng.choice([0.0, 0.5, 1.0]), int(rng.integers(len(home)))
     for rank in range(num_ranks):
-        for at in range(homes[rank]):
-            table[rank, at] = next(experts)
-            home[table[rank, at]] = rank
-    share, only = rng.choice([0.0, 0.5, 1.0]), int(rng.integers(len(home)))
-    for rank in range(num_ranks):
-        away = [e for e in rng.permutation(len(home)).tolist() if home[e] != rank]
+        table[rank, : homes[rank]] = rng.permutation(np.flatnonzero(home == rank))
+        away = rng.permutation(np.flatnonzero(home != rank)).tolist()
         if one_expert:
-            away, share = [only] if home[only] != rank else [], 1.0
-        for at in range(homes[rank], homes[rank] + rng.integers(0, 5)):
+            away, share = [single] if home[single] != rank else [], 1.0
+        for slot in range(homes[rank], homes[rank] + rng.integers(0, 5)):
             if away and rng.random() < share:  # else the slot is empty, also before others
-                table[rank, at] = away.pop()
+                table[rank, slot] = away.pop()
     return Placement(home=home, table=table)
 
 
 def _copies(placement: Placement) -> list[Copy]:
     """Every replica, by expert, then rank: own experts and replica slots are counted from 0 on every rank."""
-    table, found = placement.table.tolist(), []
-    for expert, home in enumerate(placement.home.tolist()):
-        for rank in range(len(table)):
-            slots_before = 0
-            for held in table[rank]:
-                is_home = held != EMPTY and placement.home[held] == rank
-                if held == expert and not is_home:
-                    index = [
-                        e for e in table[home] if e != EMPTY and placement.home[e] == home
-                    ].index(expert)
-                    found.append(Copy(home, index, rank, slots_before))
-                slots_before += not is_home
-    return found
+    copies = []
+    for rank, row in enumerate(placement.table.tolist()):
+        slots = [e for e in row if e == EMPTY or placement.home[e] != rank]
+        for slot, expert in enumerate(slots):
+            if expert != EMPTY:
+                home = int(placement.home[expert])
+                homes = [
+                    e
+                    for e in placement.table[home].tolist()
+                    if e != EMPTY and placement.home[e] == home
+                ]
+                copies.append((expert, Copy(home, homes.index(expert), rank, slot)))
+    return [copy for _, copy in sorted(copies, key=lambda pair: (pair[0], pair[1].rank))]
 
 
 @pytest.mark.parametrize("one_expert", [False, True], ids=["any", "of one expert"])
 @seeds(30)
 def test_random_placements(seed: int, one_expert: bool) -> None:
-    """Every rank derives the same copies; what is late is what the earlier placement lacks."""
+    """Every rank derives the same copies; what is late is what the earlier placement lacks. Of any two ranks, what one
+    sends to the other is what that receives, in the same order and rounds."""
     rng = np.random.default_rng(seed)
     placement = _placement(rng, one_expert=one_expert)
-    drop = np.array(
-        [
-            [e != EMPTY and placement.home[e] != r for e in row]
-            for r, row in enumerate(placement.table)
-        ]
-    )
+    rank_of_slot = np.arange(placement.num_ranks)[:, None]
+    drop = (placement.table != EMPTY) & (placement.home[placement.table] != rank_of_slot)
     table = np.where(drop & (rng.random(placement.table.shape) < 0.5), EMPTY, placement.table)
     before = Placement(home=placement.home.copy(), table=table)
     expected, early = _copies(placement), _copies(before)
-    for rank in range(placement.num_ranks):
-        plan, earlier = (
-            TransferPlan.from_placement(placement, rank),
-            TransferPlan.from_placement(before, rank),
-        )
+    ranks = range(placement.num_ranks)
+    plans = [TransferPlan.from_placement(placement, rank) for rank in ranks]
+    for rank, plan in enumerate(plans):
+        earlier = TransferPlan.from_placement(before, rank)
         assert (plan.rank, plan.copies, earlier.copies) == (rank, tuple(expected), tuple(early))
         assert all(type(number) is int for copy in plan.copies for number in copy), (
             "no numpy integers in errors"
         )
         assert plan.without(earlier).copies == tuple(copy for copy in expected if copy not in early)
         assert earlier.without(plan).copies == ()
+    for home, rank in itertools.product(ranks, repeat=2):
+        sent = [(turn, index) for turn, (index, to) in enumerate(plans[home].sends) if to == rank]
+        receives = zip(plans[rank].turns, plans[rank].receives, strict=True)
+        received = [(turn, slot) for turn, (slot, sender) in receives if sender == home]
+        assert [turn for turn, _ in sent] == [turn for turn, _ in received]
+        chunks = [(index, slot) for (_, index), (_, slot) in zip(sent, received, strict=True)]
+        copies = [copy for copy in expected if (copy.home, copy.rank) == (home, rank)]
+        assert chunks == [(copy.index, copy.slot) for copy in copies]
 
 
 def test_chunks_lie_aligned_and_apart() -> None:

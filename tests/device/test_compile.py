@@ -67,25 +67,25 @@ def _runs(cache: Path) -> int:
 
 
 def test_what_is_too_old_or_has_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        CompileError, match=r"needs a GPU of compute capability 8.0 \(A100\) or more, got 7.5"
-    ):
+    message = r"needs a GPU of compute capability 8.0 \(A100\) or more, got 7.5"
+    with pytest.raises(CompileError, match=message):
         cubin((7, 5))
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
     with pytest.raises(CompileError, match=r"no compiler for GPUs .*pip install cuda-bindings"):
         cubin((9, 0))
-    for name, value in (("CXX", ""), ("CXX", "/nowhere/c++")):
-        monkeypatch.setenv("PATH", "/nowhere")
-        monkeypatch.setenv(name, value)
-        message = r"need a C\+\+ compiler .*install g\+\+ .*or name another in \$CXX"
+    failing = cache.parent / "fails"
+    failing.write_text("#!/bin/sh\necho no such flag >&2; exit 1\n")
+    failing.chmod(0o700)
+    absent = r"need a C\+\+ compiler .*install g\+\+ .*or name another in \$CXX"
+    for compiler, path, message in (
+        ("", "/nowhere", absent),
+        ("/nowhere/c++", "/nowhere", absent),
+        (failing, os.environ["PATH"], r"exit status 1.* no such flag"),
+    ):
+        monkeypatch.setenv("CXX", str(compiler))
+        monkeypatch.setenv("PATH", path)
         with pytest.raises(CompileError, match=message):
             host_library()
-    source = cache.parent / "fails"
-    source.write_text("#!/bin/sh\necho no such flag >&2; exit 1\n")
-    source.chmod(0o700)
-    monkeypatch.setenv("CXX", str(source))
-    with pytest.raises(CompileError, match=r"exit status 1.* no such flag"):
-        host_library()
 
 
 def test_the_cache_is_private_and_used(cache: Path) -> None:
@@ -142,8 +142,5 @@ def test_a_cache_that_cannot_be_made(cache: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_many_may_fill_the_cache_at_once(cache: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
-        assert (
-            len(set(pool.map(lambda _: host_library(), range(32))))
-            == len(list(cache.iterdir()))
-            == 1
-        )
+        paths = set(pool.map(lambda _: host_library(), range(32)))
+    assert len(paths) == len(list(cache.iterdir())) == 1

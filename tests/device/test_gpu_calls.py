@@ -42,21 +42,16 @@ def _domain(monkeypatch: pytest.MonkeyPatch, fabric: Callable[[str], Any]) -> st
     return domain
 
 
-@pytest.mark.parametrize(
-    ("state", "cluster", "domain"),
-    [
-        (3, bytes(range(16)), f"fabric {bytes(range(16)).hex()} 7"),
+def test_machines_of_one_fabric_are_one_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine's own switches report a cluster of zeros; a fabric in state 1 is not ready."""
+    cluster = bytes(range(16))
+    for state, uuid, domain in (
+        (3, cluster, f"fabric {cluster.hex()} 7"),
         (3, bytes(16), "node a"),
         (1, b"one", "node a"),
-    ],
-    ids=["several machines", "one machine", "not ready"],
-)
-def test_machines_of_one_fabric_are_one_domain(
-    monkeypatch: pytest.MonkeyPatch, state: int, cluster: bytes, domain: str
-) -> None:
-    """A machine's own switches report a cluster of zeros."""
-    info = types.SimpleNamespace(state=state, cluster_uuid=cluster, clique_id=7)
-    assert _domain(monkeypatch, lambda _: info) == domain
+    ):
+        info = types.SimpleNamespace(state=state, cluster_uuid=uuid, clique_id=7)
+        assert _domain(monkeypatch, lambda _, info=info: info) == domain
 
 
 def test_a_driver_that_cannot_say_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,24 +133,20 @@ def test_blocks_fill_the_link_and_run_at_once(
 
 def test_the_peers_meet_before_many_blocks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of a transfer, in order: blocks and threads of each. 72 ranks are an NVL72."""
-    launched = []
+    launched: list[tuple[str, int, int]] = []
     _gpu_of(monkeypatch, (9, 0), 132)
     monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
     kernels = TransferKernels(torch.device("cuda"))
+
+    def note(name: str, *_: Any, blocks: int, threads: int) -> None:
+        launched.append((name, blocks, threads))
+
     monkeypatch.setattr(kernels, "_device", torch.device("cpu"))
     monkeypatch.setattr(kernels, "_upload", lambda *_: None)
-    monkeypatch.setattr(
-        kernels,
-        "launch",
-        lambda name, *_, blocks, threads: launched.append((name, blocks, threads)),
-    )
-    for ranks in (2, 72):
-        addresses = dict.fromkeys(range(ranks), 0)
-        signals = Signals(0, addresses, arrived=0, failure=0, timeout=1.0)
+    monkeypatch.setattr(kernels, "launch", note)
+    for ranks, threads in ((2, 32), (72, 96)):
+        signals = Signals(0, dict.fromkeys(range(ranks), 0), arrived=0, failure=0, timeout=1.0)
         schedule = TransferSchedule.of_pulls([[]], 0)
         program = Program(schedule, [], signals=signals, itemsize=4, sums=True)
         kernels.run("fssdp_reduce", program, begin=1)
-    assert launched == [
-        *(("fssdp_synchronize", 1, 32), ("fssdp_reduce", 32, 256)),
-        *(("fssdp_synchronize", 1, 96), ("fssdp_reduce", 32, 256)),
-    ]
+        assert launched[-2:] == [("fssdp_synchronize", 1, threads), ("fssdp_reduce", 32, 256)]

@@ -36,67 +36,58 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(map(str, [ROOT, SUPPORT, *SUPPORT.glob("*/")])),
 }
 SHARED = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+SANITIZER = "compute-sanitizer --report-api-errors no --error-exitcode=99".split()
+NEEDS_SANITIZER = pytest.mark.skipif(
+    shutil.which(SANITIZER[0]) is None, reason="needs compute-sanitizer on the path"
+)
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a GPU, and to be run by itself"
 )
 
 
-def _run(command: list[str], *, timeout: float = 600, **environment: str) -> str:
-    """What ``command`` prints; fails the test when it fails."""
+def _run(*command: str, timeout: float = 600, **environment: str) -> subprocess.CompletedProcess:
     settings = {**os.environ, **ENVIRONMENT, **environment}
-    done = subprocess.run(
+    return subprocess.run(
         command, capture_output=True, text=True, timeout=timeout, env=settings, cwd=ROOT
     )
+
+
+def _said(*command: str, **environment: str) -> str:
+    """What ``command`` prints; fails the test when it fails."""
+    done = _run(*command, **environment)
     assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
 
 
 def test_processes_that_share_a_gpu() -> None:
     """Contexts take turns on the GPU, so this is slow, and says nothing of speed."""
-    said = _run([*TORCHRUN, "--nproc-per-node=4", __file__, "together"], **SHARED)
+    said = _said(*TORCHRUN, "--nproc-per-node=4", __file__, "together", **SHARED)
     assert "all as it should be" in said
 
 
-@pytest.mark.skipif(
-    shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on the path"
-)
+@NEEDS_SANITIZER
 def test_nothing_is_read_or_written_out_of_bounds() -> None:
     """On small chunks; the values are checked as well. Calls that torch makes to see whether they succeed, and that do
     not, are no errors of ours."""
-    tests = [
-        sys.executable,
-        *"-m pytest -q tests/nvlink/test_virtual_ranks.py -k".split(),
-        "random_placements and cuda",
-    ]
-    sanitizer = (
-        "compute-sanitizer --tool=memcheck --report-api-errors no --error-exitcode=99".split()
-    )
-    said = _run([*sanitizer, *tests])
+    tests = "-m pytest -q tests/nvlink/test_virtual_ranks.py -k".split()
+    command = [*SANITIZER, "--tool=memcheck", sys.executable, *tests, "random_placements and cuda"]
+    said = _said(*command)
     assert "ERROR SUMMARY: 0 errors" in said and "2 passed" in said
 
 
-@pytest.mark.skipif(
-    shutil.which("compute-sanitizer") is None, reason="needs compute-sanitizer on the path"
-)
+@NEEDS_SANITIZER
 def test_no_race_in_the_quotas() -> None:
     """In shared memory, also where no rank can push; the values are checked as well."""
-    sanitizer = "compute-sanitizer --tool=racecheck --report-api-errors no --error-exitcode=99"
-    said = _run([*sanitizer.split(), sys.executable, __file__, "quotas"])
+    said = _said(*SANITIZER, "--tool=racecheck", sys.executable, __file__, "quotas")
     assert "all as it should be" in said and re.search("RACECHECK SUMMARY: 0 hazards", said), said
 
 
 def test_a_peer_that_does_not_come_is_named() -> None:
     """On the process's standard error, before whatever CUDA says."""
-    command = [*TORCHRUN, "--nproc-per-node=2", __file__, "alone"]
-    environment = {**os.environ, **ENVIRONMENT, **SHARED}
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=180, env=environment, cwd=ROOT
-    )
+    done = _run(*TORCHRUN, "--nproc-per-node=2", __file__, "alone", timeout=180, **SHARED)
     assert done.returncode != 0
-    assert re.search(
-        r"FSSDP: layer 1: spAG failed on rank 0 of 2 .*expected rank 1 to finish \d+ steps",
-        done.stderr,
-    )
+    message = r"FSSDP: layer 1: spAG failed on rank 0 of 2 .*expected rank 1 to finish \d+ steps"
+    assert re.search(message, done.stderr)
 
 
 def _alone(device: torch.device) -> None:

@@ -50,11 +50,8 @@ class _Gpu:
     def rendezvous(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> Any:
         self.multicast.append(os.environ.get(NO_MULTICAST))
         pointers = [tensor.data_ptr() - 64] * group.size()
-        return (
-            types.SimpleNamespace(buffer_ptrs=pointers, rank=group.rank())
-            if self.gives_view
-            else None
-        )
+        view = types.SimpleNamespace(buffer_ptrs=pointers, rank=group.rank())
+        return view if self.gives_view else None
 
 
 def _peers(size: int = MIB) -> Peers:
@@ -85,10 +82,8 @@ def test_too_little_memory_is_named_on_all_ranks() -> None:
 @ranks(2)
 def test_a_rendezvous_that_gives_nothing_is_named() -> None:
     _Gpu(8 * MIB, gives_view=dist.get_rank() == 0)
-    with pytest.raises(
-        RuntimeError,
-        match="transport nvlink: rank 1: cannot map its peers' memory: see the warning of torch",
-    ):
+    message = "transport nvlink: rank 1: cannot map its peers' memory: see the warning of torch"
+    with pytest.raises(RuntimeError, match=message):
         _peers()
 
 

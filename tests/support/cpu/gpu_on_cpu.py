@@ -94,11 +94,6 @@ class Driver:
         """Load none from now on, as a driver does with those of a newer major version of CUDA."""
         self._library.fake_refuse_cubins()
 
-    def note_sizes(self, arguments: Sequence[Any]) -> None:
-        """Note the number and sizes of the next launch's arguments: a driver takes addresses alone."""
-        sizes = [ctypes.sizeof(argument) for argument in arguments]
-        self._library.fake_given(len(sizes), (ctypes.c_uint * len(sizes))(*sizes))
-
 
 def install(*, version: int = 13000, multiprocessors: int = 132) -> Driver:
     """Put it all in place, in this process for good."""
@@ -125,7 +120,9 @@ def _launches(made: Driver) -> None:
 
     @functools.wraps(launch)
     def checked(kernel: int, arguments: Sequence[Any], **sizes: Any) -> None:
-        made.note_sizes(arguments)
+        """Note the number and sizes of the arguments: a driver takes addresses alone."""
+        count = len(arguments)
+        made._library.fake_given(count, (ctypes.c_uint * count)(*map(ctypes.sizeof, arguments)))
         launch(kernel, arguments, **sizes)
 
     driver.launch = checked
@@ -146,10 +143,8 @@ def _torch_cuda(made: Driver) -> None:
     cuda.get_device_capability = lambda *_: (9, 0)
     cuda.get_device_properties = lambda *_: properties
     cuda.current_device, cuda.device_count = (lambda: 0), (lambda: 1)
-    cuda.is_current_stream_capturing, cuda.mem_get_info = (
-        (lambda: False),
-        (lambda *_: (8 << 30, 8 << 30)),
-    )
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.mem_get_info = lambda *_: (8 << 30, 8 << 30)
 
 
 class _Generator(torch.Generator):
@@ -213,14 +208,5 @@ def _symmetric_memory() -> None:
             rank=rank, world_size=len(names), buffer_ptrs=pointers, keeps=blocks, multicast_ptr=0
         )
 
-    symmetric.empty, symmetric.rendezvous, symmetric.get_backend = (
-        empty,
-        rendezvous,
-        lambda device: "CUDA",
-    )
-
-
-def launches(log: Sequence[str]) -> list[dict[str, str]]:
-    """What a driver's log says of each launch: name, grid, block, shared, stream."""
-    words = [line.split()[1:] for line in log if line.startswith("launch ")]
-    return [{"name": name, **dict(word.split("=") for word in rest)} for name, *rest in words]
+    symmetric.empty, symmetric.rendezvous = empty, rendezvous
+    symmetric.get_backend = lambda device: "CUDA"
