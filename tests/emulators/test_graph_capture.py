@@ -10,10 +10,13 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import graphs_on_cpu
 import numpy as np
 import pytest
 import torch
+from graph_capture import Graph, not_in_graphs
 from ranks import ranks
+from streams_on_cpu import CaptureError
 
 pytestmark = pytest.mark.newest
 
@@ -126,10 +129,6 @@ FAULTS: list[tuple[Callable, str]] = [
 
 @ranks(1)
 def test_every_planted_fault_is_caught_and_named() -> None:
-    import graphs_on_cpu
-    from graph_capture import Graph, not_in_graphs
-    from streams_on_cpu import CaptureError
-
     class Counter:
         def count(self) -> None: ...
 
@@ -151,9 +150,6 @@ def test_every_planted_fault_is_caught_and_named() -> None:
 @pytest.mark.slow
 @ranks(1)
 def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
-    import graphs_on_cpu
-    from streams_on_cpu import CaptureError
-
     graphs_on_cpu.install()
     for replace, message in (("attribute", "was freed"), ("resized", "moved")):
         x, module = torch.arange(4.0), torch.nn.Module()
@@ -184,8 +180,6 @@ def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
 @pytest.mark.slow
 @ranks(1)
 def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None:
-    import graphs_on_cpu
-    from graph_capture import Graph
 
     graphs_on_cpu.install()
     count, doubled, x = torch.zeros(4), torch.zeros(4), torch.arange(4.0)

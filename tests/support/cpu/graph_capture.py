@@ -28,7 +28,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, ClassVar
 
 import torch
@@ -101,13 +100,8 @@ def _key(tensor: Tensor) -> int:
 
 
 def _place(tensor: Tensor) -> _Place:
-    return _Place(
-        _key(tensor),
-        tensor.dtype,
-        tensor.storage_offset(),
-        tuple(tensor.shape),
-        tuple(tensor.stride()),
-    )
+    offset, layout = tensor.storage_offset(), (tuple(tensor.shape), tuple(tensor.stride()))
+    return _Place(_key(tensor), tensor.dtype, offset, *layout)
 
 
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
@@ -117,15 +111,16 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 class Graph:
     """Stands in for ``torch.cuda.CUDAGraph``."""
 
-    current: ClassVar[Graph | None] = None  # the one that captures now
-    pools: ClassVar[
-        dict[Any, dict[int, torch.UntypedStorage]]
-    ] = {}  # what graphs allocated, which stays theirs
-    addresses: ClassVar[
-        dict[int, StorageWeakRef]
-    ] = {}  # whose address was asked for, for our kernels
-    on_host: ClassVar[dict[int, Tensor]] = {}  # made of Python data inside a capture
-    made: ClassVar[list[Graph]] = []  # all that were captured
+    # the one that captures now
+    current: ClassVar[Graph | None] = None
+    # what graphs allocated, which stays theirs
+    pools: ClassVar[dict[Any, dict[int, torch.UntypedStorage]]] = {}
+    # whose address was asked for, for our kernels
+    addresses: ClassVar[dict[int, StorageWeakRef]] = {}
+    # made of Python data inside a capture
+    on_host: ClassVar[dict[int, Tensor]] = {}
+    # all that were captured
+    made: ClassVar[list[Graph]] = []
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.replays = 0
@@ -145,9 +140,8 @@ class Graph:
             refuse("a capture began inside another one")
         self._pool = pool if pool is not None else object()
         self._mine = Graph.pools.setdefault(self._pool, {})
-        self._outside: dict[
-            int, tuple[StorageWeakRef, int, str]
-        ] = {}  # memory of others: alive, address, first use
+        # memory of others: alive, address, first use
+        self._outside: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self._new: dict[int, torch.dtype] = {}  # what this capture allocates
         self._contents: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # what to put back
         self._generator = torch.default_generator.get_state()
@@ -174,16 +168,11 @@ class Graph:
         self.streams.assert_joined()
         self._sizes: dict[int, int] = {}
         for call in self.calls:
-            for place in (
-                *(p for p in call.arguments if isinstance(p, _Place)),
-                *(p for _, p in call.results),
-            ):
+            inputs = [leaf for leaf in call.arguments if isinstance(leaf, _Place)]
+            for place in (*inputs, *(place for _, place in call.results)):
                 self._sizes[place.key] = max(place.end, self._sizes.get(place.key, 0))
-        for key in self._sizes.keys() & self._mine.keys():
-            if (
-                self._mine[key].nbytes() < self._sizes[key]
-            ):  # freed inside the capture: the pool keeps the memory
-                self._mine[key].resize_(self._sizes[key])
+        for key in self._resized():  # freed inside the capture: the pool keeps the memory
+            self._mine[key].resize_(self._sizes[key])
         self._find_outside()
         Graph.made.append(self)
 
@@ -233,15 +222,15 @@ class Graph:
             if storage.data_ptr() != address:
                 refuse("memory that a graph uses moved", what)
             storages[key] = storage
-        for key in self._sizes.keys() & self._mine.keys():
-            if self._mine[key].nbytes() < self._sizes[key]:
-                users = (
-                    call.what
-                    for call in self.calls
-                    if any(place.key == key for _, place in call.results)
-                )
-                refuse("a result of a graph was resized after the capture", next(users, ""))
+        for key in self._resized():
+            users = (c.what for c in self.calls if any(place.key == key for _, place in c.results))
+            refuse("a result of a graph was resized after the capture", next(users, ""))
         return storages
+
+    def _resized(self) -> list[int]:
+        """The graph's memory that is smaller than what the graph uses of it."""
+        keys = self._sizes.keys() & self._mine.keys()
+        return [key for key in keys if self._mine[key].nbytes() < self._sizes[key]]
 
     # recording
 
@@ -292,12 +281,8 @@ class Graph:
         with self.quiet():
             for argument in args:
                 reference = Graph.addresses.get(getattr(argument, "value", None) or -1)
-                storage = (
-                    torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-                    if reference is not None
-                    else None
-                )
-                if storage is not None:
+                if reference is not None and not reference.expired():
+                    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
                     self._save(storage)
                     self._note(storage, what)
             launch(*args, **kwargs)
@@ -406,14 +391,7 @@ class _Python(TorchFunctionMode):
 class Capture:
     """Stands in for the context manager ``torch.cuda.graph``."""
 
-    def __init__(
-        self,
-        cuda_graph: Graph,
-        pool: Any = None,
-        stream: Any = None,
-        capture_error_mode: str = "global",
-        **_: Any,
-    ) -> None:
+    def __init__(self, cuda_graph: Graph, pool: Any = None, stream: Any = None, **_: Any) -> None:
         self.graph, self.pool = cuda_graph, pool
         self.stream = torch.cuda.stream(stream if stream is not None else torch.cuda.Stream())
 
@@ -421,12 +399,7 @@ class Capture:
         self.stream.__enter__()
         self.graph.capture_begin(self.pool)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         try:
             self.graph.capture_end(failed=error is not None)
         finally:

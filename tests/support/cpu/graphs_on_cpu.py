@@ -62,27 +62,17 @@ def install_graphs() -> None:
     _note_launches()
 
 
-def local(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
-    """Fields of TransformerConfig for Megatron's own implementation, which captures at the end of the first step."""
-    fields = dict(
-        cuda_graph_impl="local", cuda_graph_modules=list(scopes), cuda_graph_warmup_steps=1
-    )
-    return tuple((fields | settings).items())
+def _settings(implementation: str, warmup: int, *scopes: str, **fields: Any) -> tuple:
+    """Fields of TransformerConfig for graphs of ``scopes``, and further ones."""
+    graphs = dict(cuda_graph_impl=implementation, cuda_graph_modules=list(scopes))
+    return tuple((graphs | dict(cuda_graph_warmup_steps=warmup) | fields).items())
 
 
-def transformer_engine(*scopes: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
-    """Fields of TransformerConfig for TransformerEngine's implementation; it warms up twice with two microbatches."""
-    fields = dict(
-        cuda_graph_impl="transformer_engine",
-        cuda_graph_modules=list(scopes),
-        cuda_graph_warmup_steps=4,
-    )
-    return tuple((fields | settings).items())
-
-
-def full_iteration(**settings: Any) -> tuple[tuple[str, Any], ...]:
-    """Fields of TransformerConfig for one graph of all microbatches, forward and backward; see `whole_iterations`."""
-    return tuple((dict(cuda_graph_impl="full_iteration", cuda_graph_modules=[]) | settings).items())
+# Megatron's own implementation captures at the end of the first step; TransformerEngine's warms up twice with two
+# microbatches; the last one is one graph of all microbatches, forward and backward, see `whole_iterations`
+local = functools.partial(_settings, "local", 1)
+transformer_engine = functools.partial(_settings, "transformer_engine", 4)
+full_iteration = functools.partial(_settings, "full_iteration", 3)
 
 
 def whole_iterations() -> None:
@@ -104,29 +94,27 @@ def whole_iterations() -> None:
     tiny_gpt.forward_step = of_dictionaries
 
 
-def train(
-    case: Any, *, steps: int = 4, eager_steps: int = 1, hook: Any = None, before_step: Any = None
-) -> Any:
+def train(case: Any, *, steps: int = 4, eager_steps: int = 1, **hooks: Any) -> Any:
     """`tiny_gpt.train` with what ``megatron.training`` does for TransformerEngine's graphs after ``eager_steps``."""
     import tiny_gpt
     from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-    trained = tiny_gpt.train(case, steps=eager_steps, hook=hook, before_step=before_step)
-    gathering = case.overlap and case.distributed_optimizer
+    trained = tiny_gpt.train(case, steps=eager_steps, **hooks)
+    # chunks that gather parameters in hooks
+    gathering = trained.chunks if case.overlap and case.distributed_optimizer else ()
     config = tiny_gpt.moe_layers(trained.chunks)[0].config
-    helper = TECudaGraphHelper(
-        trained.chunks, config, case.seq, case.micro_batch, [trained.optimizer]
-    )
-    for chunk in trained.chunks if gathering else ():
+    sizes = case.seq, case.micro_batch
+    helper = TECudaGraphHelper(trained.chunks, config, *sizes, [trained.optimizer])
+    for chunk in gathering:
         chunk.disable_forward_pre_hook(param_sync=False)
     helper.create_cudagraphs()
-    for chunk in trained.chunks if gathering else ():
+    for chunk in gathering:
         chunk.enable_forward_pre_hook()
     if gathering:
         helper.cuda_graph_set_manual_hooks()
     for index in range(eager_steps, steps):
         trained.step(index)
-    for chunk in trained.chunks if gathering else ():
+    for chunk in gathering:
         chunk.start_param_sync(force_sync=True)
     trained.read_params()
     return trained
@@ -146,11 +134,10 @@ def delete_graphs() -> None:
 
 def assert_replayed(at_least: int) -> None:
     """So many graphs were captured, and all were replayed."""
-    assert len(Graph.made) >= at_least, (
-        f"{len(Graph.made)} graphs were captured, {at_least} expected"
-    )
+    captured = len(Graph.made)
+    assert captured >= at_least, f"{captured} graphs were captured, {at_least} expected"
     idle = [graph for graph in Graph.made if graph.calls and not graph.replays]
-    assert not idle, f"{len(idle)} of {len(Graph.made)} graphs were never replayed"
+    assert not idle, f"{len(idle)} of {captured} graphs were never replayed"
 
 
 _pooled: list[_Pooled] = []
@@ -202,18 +189,11 @@ class _Generators(megatron_on_cpu._OneGenerator):
     """``torch.cuda.default_generators``, with what graphs ask of a generator."""
 
     active = _Generator(torch.empty(0))
+    get_state = staticmethod(torch.default_generator.get_state)
+    set_state = staticmethod(torch.default_generator.set_state)
 
     def __getitem__(self, index: Any) -> Any:
         return self
-
-    def __len__(self) -> int:
-        return 1
-
-    def get_state(self) -> torch.Tensor:
-        return torch.default_generator.get_state()
-
-    def set_state(self, state: torch.Tensor) -> None:
-        torch.default_generator.set_state(state)
 
     def clone_state(self) -> _Generator:
         return _Generator(self.get_state())
@@ -234,10 +214,9 @@ def _graphable_generators() -> None:
     make = tensor_parallel.model_parallel_cuda_manual_seed
 
     def seed(seed: int, *trackers: bool, **settings: Any) -> None:
-        trackers = trackers[:2]  # what comes third says whether they can be captured
-        make(
-            seed, *trackers, **{**settings, "use_cudagraphable_rng": True, "force_reset_rng": True}
-        )
+        settings |= dict(use_cudagraphable_rng=True, force_reset_rng=True)
+        # what comes third says whether they can be captured
+        make(seed, *trackers[:2], **settings)
 
     tensor_parallel.model_parallel_cuda_manual_seed = seed
 
@@ -250,10 +229,8 @@ def _samples_of_the_model() -> None:
 
     def in_params_dtype(layer: Any, *args: Any) -> dict[str, torch.Tensor]:
         made = samples(layer, *args)
-        made["hidden_states"] = (
-            made["hidden_states"].detach().to(layer.config.params_dtype).requires_grad_()
-        )
-        return made
+        hidden = made["hidden_states"].detach().to(layer.config.params_dtype)
+        return {**made, "hidden_states": hidden.requires_grad_()}
 
     GraphableMegatronModule.get_layer_static_inputs = in_params_dtype
 
