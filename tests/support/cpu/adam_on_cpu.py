@@ -12,20 +12,13 @@ from torch import Tensor
 
 
 def multi_tensor_adam(
-    chunk: int,
-    noop: Tensor,
-    lists: list[list[Tensor]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    *rest: Any,
+    chunk: int, noop: Tensor, lists: list[list[Tensor]], lr: float, beta1: float, *rest: Any
 ) -> None:
-    """Adam, or AdamW with ``adam_w``; ``rest`` is (step, adam_w, bias_correction, weight_decay).
+    """Adam, or AdamW with ``adam_w``; ``rest`` is (beta2, eps, step, adam_w, bias_correction, weight_decay).
 
     ``lists`` may have a fifth list, of fp32 main parameters: these are updated, and parameters are copies of them.
     """
-    step, adam_w, bias_correction, weight_decay = rest
+    beta2, eps, step, adam_w, bias_correction, weight_decay = rest
     for grad, p, m, v, *main in zip(*lists, strict=True):
         value = (main[0] if main else p).float()
         g = grad.float()
@@ -51,9 +44,8 @@ def multi_tensor_adam_param_remainder(
         main = join(p, remainder)
         multi_tensor_adam(chunk, noop, [[grad], [p], [m], [v], [main]], *settings)
         bits = main.view(torch.int32)
-        low = (
-            bits << 16
-        ) >> 16  # with its sign: the upper half was rounded up where it is negative
+        # with its sign: the upper half was rounded up where it is negative
+        low = (bits << 16) >> 16
         remainder.copy_(low)
         p.copy_((((bits - low) >> 16).to(torch.int16)).view(torch.bfloat16))
 

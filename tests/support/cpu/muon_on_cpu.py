@@ -15,8 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-NSCoeffT = Literal["quintic"]
 QUINTIC = (3.4445, -4.7750, 2.0315)  # of Muon's publication
+# One module has the names of all
+MODULES = " .registry .orthogonalized_optimizers .orthogonalized_optimizers.muon_utils .scalar_optimizers .soap"
 
 
 def newton_schulz(x: Tensor, steps: int) -> Tensor:
@@ -31,17 +32,9 @@ def newton_schulz(x: Tensor, steps: int) -> Tensor:
 
 
 def newton_schulz_tp(
-    x: Tensor,
-    steps: int,
-    coefficient_type: NSCoeffT,
-    tp_group: Any,
-    partition_dim: int | None = None,
-    tp_mode: str = "duplicated",
+    x: Tensor, steps: int, coefficient_type: str, *, partition_dim: None = None, **_: Any
 ) -> Tensor:
-    """Without tensor parallelism."""
-    assert partition_dim is None and coefficient_type == "quintic", (
-        "the stand-in knows neither shards nor other sets"
-    )
+    assert coefficient_type == "quintic" and partition_dim is None, "no shards nor other sets here"
     return newton_schulz(x, steps)
 
 
@@ -57,8 +50,8 @@ class OrthogonalizedOptimizer(torch.optim.Optimizer):
         *,
         nesterov: bool,
         weight_decay_method: str,
-        fp32_matmul_prec: str,
         scaled_orthogonalize_fn: Callable,
+        **_: Any,
     ) -> None:
         assert weight_decay_method == "decoupled"
         self.nesterov, self.scaled_orthogonalize_fn = nesterov, scaled_orthogonalize_fn
@@ -81,31 +74,18 @@ class _Absent(torch.optim.Optimizer):
 
 def install() -> None:
     """Make the names importable, as version 0.2."""
-    assert "megatron.core" not in sys.modules, (
-        "megatron.core has looked for the package already: @ranks(preload=None)"
-    )
-    contents: dict[str, dict] = {
-        "": {},
-        ".registry": dict(get_optimizer_name_list=list, get_optimizer_cls=None),
-        ".orthogonalized_optimizers": dict(
-            AdaptiveMuon=_Absent,
-            OrthogonalizedOptimizer=OrthogonalizedOptimizer,
-            get_muon_scale_factor=lambda rows, columns, mode: (
-                max(rows, columns) ** 0.5
-            ),  # "spectral"
-        ),
-        ".orthogonalized_optimizers.muon_utils": dict(
-            NSCoeffT=NSCoeffT, newton_schulz_tp=newton_schulz_tp
-        ),
-        ".scalar_optimizers": dict(Lion=_Absent),
-        ".soap": dict(SOAP=_Absent),
-    }
-    for name, names in contents.items():
-        module = types.ModuleType(f"emerging_optimizers{name}")
-        module.__path__ = []
-        module.__dict__.update(names)
-        sys.modules[module.__name__] = module
-    sys.modules["emerging_optimizers"].registry = sys.modules["emerging_optimizers.registry"]
+    assert "megatron.core" not in sys.modules, "it has looked for them: @ranks(preload=None)"
+    module = types.ModuleType("emerging_optimizers")
+    for name in ("AdaptiveMuon", "Lion", "SOAP"):
+        setattr(module, name, _Absent)
+    module.NSCoeffT, module.newton_schulz_tp = Literal["quintic"], newton_schulz_tp
+    module.OrthogonalizedOptimizer = OrthogonalizedOptimizer
+    # "spectral"
+    module.get_muon_scale_factor = lambda rows, columns, mode: max(rows, columns) ** 0.5
+    module.get_optimizer_name_list, module.get_optimizer_cls = list, None
+    module.registry, module.__path__ = module, []
+    for name in MODULES.split(" "):
+        sys.modules[f"emerging_optimizers{name}"] = module
     version = importlib.metadata.version
     importlib.metadata.version = lambda name: (
         "0.2.0" if name == "emerging-optimizers" else version(name)
