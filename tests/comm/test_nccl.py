@@ -6,12 +6,14 @@ watchdog kills the process.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import gpu_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,16 +34,11 @@ class _Asked:
     """Notes what torch is asked for: CTAs of process groups, and collectives; each of these takes 30 MiB of the GPU."""
 
     def __init__(self) -> None:
-        import gpu_on_cpu
-
         gpu_on_cpu.install()
         job_device.on_gpus = connect.on_gpus = lambda: True
         self.ctas: list[int] = []
         self.connected: list[tuple[str, int, list[float]]] = []
-        torch.cuda.mem_get_info = lambda *_: (
-            1000 * MIB - 30 * MIB * len(self.connected),
-            1000 * MIB,
-        )
+        torch.cuda.mem_get_info = self._memory
         new_group, all_to_all, all_reduce = dist.new_group, dist.all_to_all_single, dist.all_reduce
 
         def note_group(*args: Any, **settings: Any) -> Any:
@@ -58,6 +55,9 @@ class _Asked:
 
         dist.distributed_c10d.new_group = note_group
         dist.all_to_all_single, dist.all_reduce = exchange, reduce
+
+    def _memory(self, *_: Any) -> tuple[int, int]:
+        return 1000 * MIB - 30 * MIB * len(self.connected), 1000 * MIB
 
 
 @ranks(3)
@@ -107,8 +107,6 @@ class _NeverEnds:
 @ranks(2, killed=frozenset({0}))
 def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
     """Rank 1 stands still before the layer's fetch. Torch's watchdog kills rank 0 when the job's timeout is over."""
-    import gpu_on_cpu
-
     rank, patience, out = dist.get_rank(), 8.0, Path(os.environ["TEST_FOLDER"]) / "out"
     gpu_on_cpu.install()
     (layer,) = allocate(P2P(dist.group.WORLD, timeout=600.0), gpu_on_cpu.GPU, torch.bfloat16)
@@ -137,8 +135,6 @@ def test_a_line_says_what_was_expected_before_the_watchdog_kills() -> None:
         time.sleep(patience)
         os.write(1, b"killed\n")
         os._exit(1)
-
-    import sys
 
     sys.stdout = os.fdopen(1, "w", buffering=1)
     threading.Thread(target=kill, daemon=True).start()

@@ -133,20 +133,24 @@ def test_blocks_fill_the_link_and_run_at_once(
 
 def test_the_peers_meet_before_many_blocks_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of a transfer, in order: blocks and threads of each. 72 ranks are an NVL72."""
-    launched: list[tuple[str, int, int]] = []
+    launched = []
     _gpu_of(monkeypatch, (9, 0), 132)
     monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
     kernels = TransferKernels(torch.device("cuda"))
-
-    def note(name: str, *_: Any, blocks: int, threads: int) -> None:
-        launched.append((name, blocks, threads))
-
     monkeypatch.setattr(kernels, "_device", torch.device("cpu"))
     monkeypatch.setattr(kernels, "_upload", lambda *_: None)
-    monkeypatch.setattr(kernels, "launch", note)
-    for ranks, threads in ((2, 32), (72, 96)):
-        signals = Signals(0, dict.fromkeys(range(ranks), 0), arrived=0, failure=0, timeout=1.0)
+    monkeypatch.setattr(
+        kernels,
+        "launch",
+        lambda name, *_, blocks, threads: launched.append((name, blocks, threads)),
+    )
+    for ranks in (2, 72):
+        addresses = dict.fromkeys(range(ranks), 0)
+        signals = Signals(0, addresses, arrived=0, failure=0, timeout=1.0)
         schedule = TransferSchedule.of_pulls([[]], 0)
         program = Program(schedule, [], signals=signals, itemsize=4, sums=True)
         kernels.run("fssdp_reduce", program, begin=1)
-        assert launched[-2:] == [("fssdp_synchronize", 1, threads), ("fssdp_reduce", 32, 256)]
+    assert launched == [
+        *(("fssdp_synchronize", 1, 32), ("fssdp_reduce", 32, 256)),
+        *(("fssdp_synchronize", 1, 96), ("fssdp_reduce", 32, 256)),
+    ]

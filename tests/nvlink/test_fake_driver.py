@@ -12,12 +12,17 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import gpu_on_cpu
+import megatron_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
 from one_layer import Reference, allocate, check, copies, make_transport
 from ranks import ranks
+from rerouting_cases import TOKENS, check_every_token
+from virtual_ranks import check_one_hot_experts, check_random_placements
 
+from megatron_hecate.comm import device as job_device
 from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device import driver as calls
@@ -28,6 +33,7 @@ from megatron_hecate.plan import Placement, World
 from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.reroute import CountedTokens
 from megatron_hecate.routing.tables import GroupShape
+from megatron_hecate.switch_on import connect
 
 pytestmark = pytest.mark.newest
 APART = ((0, 1), (2, 3))
@@ -46,8 +52,6 @@ KERNELS = "fssdp_synchronize fssdp_gather fssdp_reduce"  # ranks meet by the fir
 )
 @ranks(4)
 def test_transfers(name: str, domains: tuple, multiprocessors: int) -> None:
-    import gpu_on_cpu
-
     driver = gpu_on_cpu.install(multiprocessors=multiprocessors)
     check(make_transport(name, domains), Reference(0, torch.bfloat16, domains), gpu_on_cpu.GPU)
     assert not driver.faults, driver.log
@@ -60,9 +64,6 @@ def test_transfers(name: str, domains: tuple, multiprocessors: int) -> None:
 @ranks(1)
 def test_ranks_of_one_launch() -> None:
     """What `test_virtual_ranks` does on a GPU: its launches, at small sizes."""
-    import gpu_on_cpu
-    from virtual_ranks import check_one_hot_experts, check_random_placements
-
     driver = gpu_on_cpu.install()
     check_random_placements("cuda", 1)
     check_one_hot_experts("cuda", (2 * 3333, 3333))
@@ -74,9 +75,6 @@ def test_ranks_of_one_launch() -> None:
 @ranks(1)
 def test_routing(tp_size: int) -> None:
     """Also on ranks without tokens. Oracle: the loop of `test_rerouting`."""
-    import gpu_on_cpu
-    from rerouting_cases import TOKENS, check_every_token
-
     driver = gpu_on_cpu.install()
     for seed in range(4):
         check_every_token(seed, tp_size=tp_size)
@@ -90,8 +88,6 @@ def test_routing(tp_size: int) -> None:
 @ranks(1)
 def test_layers_of_two_sizes_that_need_much_shared_memory() -> None:
     """As if any size needed an opt-in. Oracle: the driver, which refuses a launch above its kernel's limit."""
-    import gpu_on_cpu
-
     driver = gpu_on_cpu.install()
     launches.SHARED_BYTES = 0
     world, tables = World(node=(0, 0, 0, 0)), list[QuotaTables]()
@@ -110,11 +106,6 @@ def test_layers_of_two_sizes_that_need_much_shared_memory() -> None:
 @ranks(2)
 def test_switch_on(version: int) -> None:
     """As if each rank had a GPU, whose driver has this version."""
-    import gpu_on_cpu
-
-    from megatron_hecate.comm import device as job_device
-    from megatron_hecate.switch_on import connect
-
     driver = gpu_on_cpu.install(version=version)
     job_device.on_gpus = connect.on_gpus = lambda: True
     problems: list[str] = []
@@ -131,8 +122,6 @@ def test_switch_on(version: int) -> None:
 @ranks(2)
 def test_a_peer_that_does_not_come_is_named() -> None:
     """The kernel gives up, and with it the context, as CUDA's does."""
-    import gpu_on_cpu
-
     gpu_on_cpu.install()
     (layer,) = allocate(make_transport("nvlink", timeout=1.0), gpu_on_cpu.GPU, torch.bfloat16)
     if layer.rank == 0:
@@ -151,9 +140,6 @@ def test_a_peer_that_does_not_come_is_named() -> None:
 @ranks(1)
 def test_threads_without_a_context() -> None:
     """Such as autograd's. Oracle: the driver, which refuses what a thread without a current context asks for."""
-    import gpu_on_cpu
-    import megatron_on_cpu
-
     driver = gpu_on_cpu.install()
     kernels, routing_map = TransferKernels(gpu_on_cpu.GPU), torch.ones(5, 3, dtype=torch.bool)
 
@@ -180,8 +166,6 @@ def test_threads_without_a_context() -> None:
 def test_counts_that_may_run_at_once_share_no_counter() -> None:
     """By which a launch knows its last block: `fssdp_count`'s last argument. Launches on two streams may overlap, and
     so may replays of two graphs, whatever streams captured them."""
-    import gpu_on_cpu
-
     driver = gpu_on_cpu.install()
     kernels, routing_map = Kernels(gpu_on_cpu.GPU), torch.ones(5, 3, dtype=torch.bool)
     counters: list[int] = []
@@ -210,8 +194,6 @@ def test_counts_that_may_run_at_once_share_no_counter() -> None:
 
 @ranks(1)
 def test_a_driver_that_takes_no_cubin_of_the_compiler_is_explained() -> None:
-    import gpu_on_cpu
-
     gpu_on_cpu.install().refuse_cubins()
     message = r"CUDA_ERROR_INVALID_IMAGE: the driver does not load .* update it to NVRTC's version"
     with pytest.raises(RuntimeError, match=message):
@@ -220,8 +202,6 @@ def test_a_driver_that_takes_no_cubin_of_the_compiler_is_explained() -> None:
 
 @ranks(1)
 def test_planted_faults_are_noticed() -> None:
-    import gpu_on_cpu
-
     driver = gpu_on_cpu.install(multiprocessors=32)
     kernels, at = TransferKernels(gpu_on_cpu.GPU), ctypes.c_void_p(4096)
     calls.ensure_context(0)

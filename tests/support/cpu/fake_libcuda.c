@@ -69,13 +69,6 @@ void fake_given(unsigned count, const unsigned* size) {
 
 static CUresult init(unsigned flags) { return flags ? FAULT("cuInit(%u)", flags) : CUDA_SUCCESS; }
 
-static CUresult device_attribute(int* value, CUdevice_attribute attribute, CUdevice device) {
-  CONTEXT;
-  if (device) return FAULT("cuDeviceGetAttribute of device %d", device);
-  if (attribute != CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) return FAULT("cuDeviceGetAttribute %d", (int)attribute);
-  return *value = fake.sms, CUDA_SUCCESS;
-}
-
 static CUresult device_get(CUdevice* device, int ordinal) {
   return ordinal ? FAULT("cuDeviceGet(%d)", ordinal) : (*device = 0, CUDA_SUCCESS);
 }
@@ -161,27 +154,34 @@ static CUresult set_attribute(CUfunction_attribute attribute, int value, CUkerne
 // What waits for others, or must not be waited for, has no place on a stream that waits for all.
 static int is_default(CUstream stream) { return !stream || stream == CU_STREAM_LEGACY || stream == CU_STREAM_PER_THREAD; }
 
+// What every launch is checked for, of so many blocks and threads in all; 0 when all is well.
+static CUresult check(const Kernel* k, unsigned blocks, unsigned threads, unsigned shared, CUstream stream) {
+  if (k < fake.kernels || k >= fake.kernels + fake.count) return FAULT("a launch of no kernel");
+  note("launch %s blocks=%u threads=%u shared=%u stream=%p\n", k->name, blocks, threads, shared, stream);
+  if (!blocks || !threads) return FAULT("%s: an empty grid or block", k->name);
+  if (threads > k->max_threads) return FAULT("%s: %u threads, it allows %u", k->name, threads, k->max_threads);
+  if (shared > k->most_shared) return FAULT("%s: %u bytes of shared memory, it allows %u", k->name, shared, k->most_shared);
+  if (k->meets && blocks > (unsigned)fake.sms)
+    return FAULT("%s: %u blocks wait for each other on %d SMs", k->name, blocks, fake.sms);
+  if (!k->host) return FAULT("%s: no such function in the host build", k->name);
+  return CUDA_SUCCESS;
+}
+
 static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                        unsigned shared, CUstream stream, void** params, void** extra) {
   CONTEXT;
   CURRENT("cuLaunchKernel");
   const Kernel* k = (const Kernel*)f;
-  if (k < fake.kernels || k >= fake.kernels + fake.count) return FAULT("cuLaunchKernel of no kernel");
   const unsigned given = fake.num_given;
   fake.num_given = ~0u;
-  note("launch %s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p\n", k->name, gx, gy, gz, bx, by, bz, shared, stream);
-  if (!gx || !gy || !gz || !bx || !by || !bz) return FAULT("%s: an empty grid or block", k->name);
-  if (bx * by * bz > k->max_threads) return FAULT("%s: %u threads, it allows %u", k->name, bx * by * bz, k->max_threads);
-  if (shared > k->most_shared) return FAULT("%s: %u bytes of shared memory, it allows %u", k->name, shared, k->most_shared);
+  const CUresult refused = check(k, gx * gy * gz, bx * by * bz, shared, stream);
+  if (refused) return refused;
   if (extra) return FAULT("%s: extra arguments", k->name);
   if (given != k->params) return FAULT("%s: %d arguments, it takes %u", k->name, (int)given, k->params);
   for (unsigned i = 0; i < given; ++i)
     if (fake.given[i] != k->size[i])
       return FAULT("%s: argument %u has %u bytes, it takes %u", k->name, i, fake.given[i], k->size[i]);
   if (k->meets && is_default(stream)) return FAULT("%s: on the default stream", k->name);
-  if (k->meets && gx * gy * gz > (unsigned)fake.sms)
-    return FAULT("%s: %u blocks wait for each other on %d SMs", k->name, gx * gy * gz, fake.sms);
-  if (!k->host) return FAULT("%s: no such function in the host build", k->name);
   long a[MAX_PARAMS] = {0};
   for (unsigned i = 0; i < given; ++i) memcpy(a + i, params[i], k->size[i]);
   if (k->meets && given == 1) a[1] = gx < 2 ? gx : 2, a[2] = 1;  // the host's blocks and threads
@@ -208,19 +208,18 @@ static CUresult launch_cooperative(CUfunction f, unsigned gx, unsigned gy, unsig
   CONTEXT;
   const Kernel* k = (const Kernel*)f;
   if (k < fake.kernels || k >= fake.kernels + fake.count) return FAULT("cuLaunchCooperativeKernel of no kernel");
-  const unsigned given = k->params;  // tests alone launch so, and by no call that notes sizes
-  note("launch %s grid=%u,%u,%u block=%u,%u,%u shared=%u stream=%p\n", k->name, gx, gy, gz, bx, by, bz, shared, stream);
-  if (!k->meets || !k->host) return FAULT("%s: ranks of one launch do not meet by it", k->name);
-  if (gz != 1 || by != 1 || bz != 1 || !gx || !gy || !bx || gy > MAX_RANKS) return FAULT("%s: grid or block", k->name);
-  if (bx > k->max_threads) return FAULT("%s: %u threads, it allows %u", k->name, bx, k->max_threads);
-  if (gx * gy > (unsigned)fake.sms) return FAULT("%s: %u blocks are not resident on %d SMs", k->name, gx * gy, fake.sms);
+  // tests alone launch so, and by no call that notes sizes
+  const CUresult refused = check(k, gx * gy * gz, bx * by * bz, shared, stream);
+  if (refused) return refused;
+  if (!k->meets) return FAULT("%s: ranks of one launch do not meet by it", k->name);
+  if (gz != 1 || by != 1 || bz != 1 || gy > MAX_RANKS) return FAULT("%s: grid or block", k->name);
   unsigned (*size_of_transfer)(void);
   *(void**)&size_of_transfer = dlsym(fake.host, "fssdp_size_of_transfer");
   Rank ranks[MAX_RANKS];
   pthread_t threads[MAX_RANKS];
   for (unsigned y = 0; y < gy; ++y) {
     ranks[y] = (Rank){.kernel = k, .argument = {0, gx < 2 ? gx : 2, 1}};
-    for (unsigned i = 0; i < given; ++i) {
+    for (unsigned i = 0; i < k->params; ++i) {
       ranks[y].argument[i] = 0;
       memcpy(ranks[y].argument + i, params[i], k->size[i]);
     }
@@ -248,7 +247,6 @@ static CUresult proc_address(const char* name, void** function, int version, cuu
     found = *function ? CU_GET_PROC_ADDRESS_SUCCESS : CU_GET_PROC_ADDRESS_VERSION_NOT_SUFFICIENT; \
   }
   ENTRY(cuInit, 2000, init)
-  ENTRY(cuDeviceGetAttribute, 2000, device_attribute)
   ENTRY(cuGetErrorName, 6000, error_name)
   ENTRY(cuDeviceGet, 2000, device_get)
   ENTRY(cuDevicePrimaryCtxRetain, 7000, primary_context)
@@ -260,7 +258,6 @@ static CUresult proc_address(const char* name, void** function, int version, cuu
   ENTRY(cuLaunchKernel, 4000, launch)
   ENTRY(cuLaunchCooperativeKernel, 9000, launch_cooperative)
   ENTRY(cuGetProcAddress, 12000, proc_address)
-  if (*function) note("asked %s at %d\n", name, version);
   if (status) *status = found;
   return CUDA_SUCCESS;
 }
