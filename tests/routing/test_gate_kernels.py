@@ -7,6 +7,7 @@ rerouted one by one in Python.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shutil
 import subprocess
@@ -73,50 +74,30 @@ class Block:
         for e in range(experts):
             parts[begin[e] : begin[e + 1]] = quotas[rank, begin[e] : begin[e + 1]].cumsum()
         parts[most : most + len(order.physical)], parts[2 * most :] = order.physical, begin
-        tiles = range(0, tokens, TILE)
-        before = np.array([chosen[:first].sum(axis=0) for first in tiles], np.int32)
-        probs, out_grad = (
-            rng.integers(1, 2**31, size, np.uint32) for size in ((tokens, experts), (tokens, most))
-        )
-        out_map, out, grad = (
-            np.zeros((tokens, most), bool),
-            np.zeros((tokens, most), np.uint32),
-            np.zeros_like(probs),
-        )
+        before = [chosen[:first].sum(axis=0) for first in range(0, tokens, TILE)]
+        draw = functools.partial(rng.integers, 1, 2**31, dtype=np.uint32)
+        probs, out_grad = draw(size=(tokens, experts)), draw(size=(tokens, most))
+        out, grad = np.zeros((tokens, most), np.uint32), np.zeros((tokens, experts), np.uint32)
         place = np.zeros(experts, np.int64)
         for token, expert in np.argwhere(chosen):
             last = parts[begin[expert] : begin[expert + 1]]
             physical = order.physical[begin[expert] + np.flatnonzero(place[expert] < last)[0]]
             place[expert] += 1
-            out_map[token, physical], out[token, physical] = True, probs[token, expert]
+            out[token, physical] = probs[token, expert]
             grad[token, expert] = out_grad[token, physical]
-        own = int(np.flatnonzero(shape.order == rank)[0])
-        head = [
-            self.threads,
-            self.lanes,
-            self.blocks,
-            tokens,
-            TILE,
-            own,
-            rank,
-            shape.work_size(self.threads),
-        ]
-        # Now and then there is too little shared memory.
-        head.append(shape.shared_bytes(self.threads) if rng.random() < 0.75 else 0)
-        arrays = [
-            np.array([*head, experts, most], np.int32),
-            shape.table(),
-            HolderOrder.of(self.placement, shape).table(shape),
-        ]
-        arrays += [loads, parts, chosen, before, loads[rank], probs, out_map, out, out_grad.T, grad]
         tokens_of = np.zeros((len(loads), most), np.int64)
         tokens_of[:, order.physical] = quotas
+        # now and then there is too little shared memory
+        shared = shape.shared_bytes(self.threads) if rng.random() < 0.75 else 0
+        own = int(np.flatnonzero(shape.order == rank)[0])
+        head = [self.threads, self.lanes, self.blocks, tokens, TILE, own, rank]
+        head += [shape.work_size(self.threads), shared, experts, most]
+        arrays = [np.array(head, np.int32), shape.table()]
+        arrays += [HolderOrder.of(self.placement, shape).table(shape), loads, parts, chosen]
+        arrays += [np.array(before, np.int32), loads[rank], probs, out > 0, out, out_grad.T, grad]
         arrays.append(exchange(tokens_of, rank, shape.slots_per_rank))
-        path.write_bytes(
-            b"".join(
-                np.uint64(a.nbytes).tobytes() + np.ascontiguousarray(a).tobytes() for a in arrays
-            )
-        )
+        contents = [np.uint64(a.nbytes).tobytes() + a.tobytes() for a in arrays]
+        path.write_bytes(b"".join(contents))
 
 
 def exchange(tokens: np.ndarray, rank: int, slots: int) -> np.ndarray:
@@ -132,18 +113,16 @@ def exchange(tokens: np.ndarray, rank: int, slots: int) -> np.ndarray:
 def some_block(seed: int, *, threads: int, lanes: int) -> tuple[Block, np.random.Generator]:
     """Steep loads on random holders; every fourth a chain of ranks, every fourth counts near 2^31."""
     rng = np.random.default_rng(seed)
-    placement = (
-        chain(int(rng.integers(3, 14)))
-        if seed % 4 == 1
-        else some_replicas(rng, some_homes(rng), share=1.0)
-    )
+    if seed % 4 == 1:
+        placement = chain(int(rng.integers(3, 14)))
+    else:
+        placement = some_replicas(rng, some_homes(rng), share=1.0)
     world = some_world(rng, placement.num_ranks)
     # A first level that fits into 32 bits although a later one does not, or none that does.
     most = int(rng.choice([2**31 - 1, 2**30 // placement.num_ranks**2]))
     scale = most if seed % 4 == 2 else 3000
-    loads = (
-        rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks) * scale
-    ).astype(np.int64)
+    shares = rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks)
+    loads = (shares * scale).astype(np.int64)
     loads[rng.random(placement.num_ranks) < 0.2] = 0
     return Block(placement, world, loads, threads, lanes), rng
 

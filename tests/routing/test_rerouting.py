@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -44,19 +45,24 @@ def test_sources_without_tokens() -> None:
     check_every_token(4, tokens=(TOKENS, 0, TOKENS, 0))
 
 
-@pytest.mark.fast
-def test_without_replicas_tokens_follow_homes_that_move() -> None:
-    """A token for expert e reaches the place that holds e now, and its gradient comes back from there. In between
-    there are replicas, and a backward that runs after the next move is that of its own forward."""
-    from megatron_hecate.plan import Placement, World
+def _rerouter(group: Any, node: tuple[int, ...]) -> Any:
+    from megatron_hecate.plan import World
     from megatron_hecate.routing.rerouter import Rerouter
 
-    group = SimpleNamespace(size=lambda: RANKS, rank=lambda: 0)
     config = SimpleNamespace(
         moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
     )
     dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=1, config=config)
-    rerouter = Rerouter(dispatcher, World((0, 0, 1, 1)), label="layer 1", timeout=30)
+    return Rerouter(dispatcher, World(node), label="layer 1", timeout=30)
+
+
+@pytest.mark.fast
+def test_without_replicas_tokens_follow_homes_that_move() -> None:
+    """A token for expert e reaches the place that holds e now, and its gradient comes back from there. In between
+    there are replicas, and a backward that runs after the next move is that of its own forward."""
+    from megatron_hecate.plan import Placement
+
+    rerouter = _rerouter(SimpleNamespace(size=lambda: RANKS, rank=lambda: 0), (0, 0, 1, 1))
     routing_map = torch.eye(EXPERTS, dtype=torch.bool)  # token e goes to expert e
     forwards = []
     for seed in range(4):
@@ -84,21 +90,9 @@ def test_without_replicas_tokens_follow_homes_that_move() -> None:
 @ranks(4)
 def test_ranks_agree_on_loads() -> None:
     """All ranks gather the same loads, in the order of their ranks."""
-    from megatron_hecate.plan import World
-    from megatron_hecate.routing.rerouter import Rerouter
-
     rank = dist.get_rank()
     routing_map = torch.zeros(5, 3, dtype=torch.bool)
     routing_map[:rank, 1] = True
-    config = SimpleNamespace(
-        moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
-    )
-    dispatcher = SimpleNamespace(tp_ep_group=dist.group.WORLD, tp_size=1, config=config)
-    rerouter = Rerouter(dispatcher, World((0,) * 4), label="layer 1", timeout=30)
+    rerouter = _rerouter(dist.group.WORLD, (0,) * 4)
     loads = rerouter.gather_loads(rerouter.count(routing_map))
-    assert loads.dtype == torch.int32 and loads.tolist() == [
-        [0, 0, 0],
-        [0, 1, 0],
-        [0, 2, 0],
-        [0, 3, 0],
-    ]
+    assert loads.dtype == torch.int32 and loads.tolist() == [[0, count, 0] for count in range(4)]
