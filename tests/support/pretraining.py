@@ -19,12 +19,13 @@ SUPPORT = ROOT / "tests" / "support"
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 
 
+def _environment(**variables: str) -> dict[str, str]:
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **variables}
+
+
 def python(*arguments: str, timeout: float = 150, cwd: Path = ROOT) -> subprocess.CompletedProcess:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, *arguments]
-    return subprocess.run(
-        command, cwd=cwd, env=environment, text=True, capture_output=True, timeout=timeout
-    )
+    command, pipes = [sys.executable, *arguments], dict(text=True, capture_output=True)
+    return subprocess.run(command, cwd=cwd, env=_environment(), timeout=timeout, **pipes)
 
 
 def prepare_text(folder: Path) -> Path:
@@ -68,20 +69,9 @@ def run_script(
     command += [str(ROOT / "examples" / "run_on_cpu.py"), *launcher, str(script)]
     command += [*pretrain_arguments(text), *settings.split(), *arguments]
     path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", *SUPPORT.glob("*/"), SUPPORT]))
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": path,
-    }
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     with subprocess.Popen(
-        command,
-        cwd=ROOT,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
+        command, cwd=ROOT, env=_environment(PYTHONPATH=path), start_new_session=True, **pipes
     ) as process:
         try:
             log, _ = process.communicate(timeout=300)

@@ -49,48 +49,33 @@ class ContextParallelAttention(MegatronModule):
     """Causal attention that gathers keys and values over the context-parallel group (stands in for TE's)."""
 
     def __init__(
-        self,
-        config: Any,
-        *args: Any,
-        softmax_scale: float | None = None,
-        pg_collection: Any = None,
-        **kwargs: Any,
+        self, config: Any, *_: Any, softmax_scale: Any = None, pg_collection: Any = None, **__: Any
     ) -> None:
         super().__init__(config=config)
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
-        self.group = (
-            getattr(pg_collection, "cp", None) or parallel_state.get_context_parallel_group()
-        )
+        group = getattr(pg_collection, "cp", None)
+        self.group = group or parallel_state.get_context_parallel_group()
+
+    def _positions(self, rank: int, length: int) -> torch.Tensor:
+        """Megatron gives rank r the slices r and 2 * size - 1 - r."""
+        size = self.group.size()
+        slices = torch.arange(length * size).chunk(2 * size)
+        return torch.cat([slices[rank], slices[2 * size - 1 - rank]])
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
     ) -> Any:
         size, rank, length = self.group.size(), self.group.rank(), query.shape[0]
-        half = length // 2
-
-        def positions(
-            rank: int,
-        ) -> torch.Tensor:  # Megatron gives rank r slices r and 2 * size - 1 - r
-            if size == 1:
-                return torch.arange(length)
-            return torch.cat(
-                [
-                    torch.arange(half) + rank * half,
-                    torch.arange(half) + (2 * size - 1 - rank) * half,
-                ]
-            )
-
+        every, own = torch.arange(length), torch.arange(length)
         if size > 1:
-            key, value = (
-                _GatherSequence.apply(key, self.group),
-                _GatherSequence.apply(value, self.group),
-            )
+            key, value = (_GatherSequence.apply(x, self.group) for x in (key, value))
+            every = torch.cat([self._positions(i, length) for i in range(size)])
+            own = self._positions(rank, length)
         heads = query.shape[2] // key.shape[2]
         key, value = key.repeat_interleave(heads, 2), value.repeat_interleave(heads, 2)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
         scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * self.scale
-        key_at = torch.cat([positions(i) for i in range(size)])
-        scores = scores.masked_fill(key_at[None, :] > positions(rank)[:, None], float("-inf"))
+        scores = scores.masked_fill(every[None, :] > own[:, None], float("-inf"))
         out = torch.matmul(scores.softmax(-1).to(v.dtype), v)
         return out.permute(2, 0, 1, 3).reshape(length, query.shape[1], -1)
 

@@ -9,6 +9,7 @@ kernels that fuse them, which need a Blackwell GPU.
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
@@ -20,13 +21,11 @@ from torch import Tensor
 
 def install() -> None:
     """Let Megatron take operators for its grouped experts, and compute gradients of biases."""
-    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = (
-        "1"  # Megatron asks for it; TE asks for a GPU's kernels as well
-    )
+    # Megatron asks for it; TE asks for a GPU's kernels as well
+    os.environ["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"
     # the Triton kernel behind gradients of biases
-    importlib.import_module(
-        "transformer_engine.pytorch.triton.grouped_dbias_dscales"
-    )._launch_grouped_dbias = _dbias
+    kernels = importlib.import_module("transformer_engine.pytorch.triton.grouped_dbias_dscales")
+    kernels._launch_grouped_dbias = _dbias
 
 
 def leave_out_empty_rows() -> None:
@@ -53,9 +52,7 @@ def of(experts: Any) -> list[torch.nn.Module]:
 def _dbias(
     dy: Tensor, offsets: Tensor, dbias: Tensor, scales: Any, bias: Any, dscales: Any
 ) -> None:
-    for group, (start, end) in enumerate(
-        zip(offsets[:-1].tolist(), offsets[1:].tolist(), strict=True)
-    ):
+    for group, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
         rows = dy[start:end].float()
         dbias[group] += (rows if scales is None else rows * scales[start:end, None]).sum(dim=0)
         if dscales is not None:
@@ -108,13 +105,10 @@ def _backward(activation: Callable) -> Callable:
     return backward
 
 
-for _name, _activation in {
-    "swiglu": _swiglu,
-    "clamped_swiglu": _clamped_swiglu,
-    "srelu": _srelu,
-}.items():
-    clamped = "clamped_" if _name.startswith("clamped_") else ""
-    tex_on_cpu.FUNCTIONS[f"scaled_{_name}"] = _forward(_activation)
-    tex_on_cpu.FUNCTIONS[f"scaled_{clamped}d{_name.removeprefix('clamped_')}"] = _backward(
-        _activation
-    )
+for _activation, _names in (
+    (_swiglu, ("scaled_swiglu", "scaled_dswiglu")),
+    (_clamped_swiglu, ("scaled_clamped_swiglu", "scaled_clamped_dswiglu")),
+    (_srelu, ("scaled_srelu", "scaled_dsrelu")),
+):
+    functions = _forward(_activation), _backward(_activation)
+    tex_on_cpu.FUNCTIONS.update(zip(_names, functions, strict=True))
