@@ -15,18 +15,13 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from one_layer import Reference, allocate, check, copies, make_transport
-from plan_cases import chain, some_homes, some_replicas, some_world
+from quota_cases import check_every_source
 
 from megatron_hecate.comm.transport import TransferPlan
-from megatron_hecate.device.launch import Kernels
-from megatron_hecate.routing.quotas import QuotaTables
-from megatron_hecate.routing.tables import GroupShape
-from megatron_hecate.tools.quotas import quotas_of_all
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = ROOT / "tests" / "support"
@@ -100,42 +95,11 @@ def _alone(device: torch.device) -> None:
     torch.cuda.synchronize()
 
 
-def quotas(device: torch.device, *, seeds: int = 8) -> None:
-    """Compare quotas on ``device`` with those of one thread on the host."""
-    for seed in range(seeds):
-        rng = np.random.default_rng(seed)
-        if seed % 2:
-            placement = some_replicas(rng, some_homes(rng), share=1.0)
-        else:
-            placement = chain(int(rng.integers(3, 14)))
-        shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
-        share = rng.dirichlet(np.full(placement.num_experts, 0.3), placement.num_ranks)
-        loads = (share * 3000).astype(np.int32)
-        expected, order = quotas_of_all(loads, placement, shape)
-        tables = QuotaTables(shape, device, Kernels(device))
-        tables.place(placement)
-        physical = np.zeros((placement.num_ranks, shape.num_physical), np.int64)
-        physical[:, order.physical] = expected
-        slots = shape.slots_per_rank
-        for source in range(placement.num_ranks):
-            on_device = torch.from_numpy(loads).to(device)
-            parts, exchange = tables.parts_and_exchange(on_device, source)
-            received = physical[:, source * slots : (source + 1) * slots]
-            assert np.array_equal(exchange.received.cpu().numpy(), received), (seed, source)
-            for found, axis in ((exchange.of_slot, 0), (exchange.of_source, 1)):
-                assert np.array_equal(found.cpu().numpy(), received.sum(axis=axis)), (seed, source)
-            sent = physical[source].reshape(-1, slots).sum(axis=1)
-            assert np.array_equal(exchange.sent.cpu().numpy(), sent), (seed, source)
-            assert exchange.total.tolist() == [received.sum()], (seed, source)
-            ends = parts.cpu().numpy()[: len(order.expert)]
-            begin = np.where(np.diff(order.expert, prepend=-1) > 0, 0, np.roll(ends, 1))
-            assert np.array_equal(ends - begin, expected[source]), (seed, source)
-
-
 def _main() -> None:
     """Run on every rank, under torchrun; the quotas in one process."""
     if sys.argv[1] == "quotas":
-        quotas(torch.device("cuda", 0))
+        for seed in range(12):
+            check_every_source(seed, torch.device("cuda", 0))
         print("all as it should be")
         return
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))  # control only

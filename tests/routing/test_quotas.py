@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from plan_cases import chain, fits, least_largest, some_homes, some_load, some_replicas, some_world
+from plan_cases import chain, fits, least_largest, some_homes, some_replicas, some_world
+from quota_cases import check_every_source, loads_of
 from scipy.optimize import linprog
 from scipy.sparse import lil_array
 from seeds import seeds
 
-from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import (
     CopyCost,
     Placement,
@@ -25,23 +25,13 @@ from megatron_hecate.plan import (
     largest_load,
     plan_replicas,
 )
-from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
 from megatron_hecate.tools.quotas import quotas_of_all
 
 pytestmark = pytest.mark.fast
 
 
-def loads_of(
-    rng: np.random.Generator, num_sources: int, num_experts: int, tokens: int = 20_000
-) -> np.ndarray:
-    """[N, E] of sources with tastes of their own, some of them without a token."""
-    has_tokens = rng.random((num_sources, 1)) < 0.9
-    return np.array([some_load(rng, num_experts, tokens=tokens) for _ in has_tokens]) * has_tokens
-
-
 TRACES = Path(__file__).resolve().parents[2] / "bench" / "data"
-HOST = torch.device("cpu")
 
 
 def solve(loads: np.ndarray, placement: Placement, world: World) -> tuple[np.ndarray, HolderOrder]:
@@ -214,26 +204,7 @@ def test_extreme_counts_are_conserved(tokens: int) -> None:
 
 @seeds(60)
 def test_a_source_finds_its_own_part(seed: int) -> None:
-    """What one rank computes on its device, against the table of all in 64 bits. Tokens around the bound of 32 bits,
-    which an even start, or only a later level, may exceed."""
-    rng = np.random.default_rng(seed)
-    placement = some_replicas(rng, some_homes(rng), share=float(rng.choice([0.3, 1.0])))
-    if seed % 8 == 6:
-        placement = chain(12)
-    shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
-    loads = loads_of(rng, placement.num_ranks, placement.num_experts)
-    if seed % 2:
-        scale = int(rng.uniform(0.02, 2) * 2**31 / max(1, loads.sum()))
-        loads = np.minimum(loads * scale, 2**31 - 1)
-    tables = QuotaTables(shape, HOST, Kernels(HOST))
-    tables.place(some_replicas(rng, placement.homes_only))  # an earlier one leaves no trace
-    tables.place(placement)
-    expected, order = quotas_of_all(loads, placement, shape, bits=64)
-    for source in range(placement.num_ranks):
-        parts = tables.parts(torch.from_numpy(loads.astype(np.int32)), source).numpy()
-        for expert in range(placement.num_experts):
-            (holders,) = np.nonzero(order.expert == expert)
-            assert np.array_equal(parts[holders], expected[source, holders].cumsum())
+    check_every_source(seed, torch.device("cpu"))
 
 
 def test_rooms_below_a_raised_level_exceed_32_bits() -> None:
