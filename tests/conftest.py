@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import rank_modules
 
 # Ranks share a pipe. Their lines stay whole, since a buffered print is a single write.
 os.environ.pop("PYTHONUNBUFFERED", None)
+rank_modules.install()
 
 
 @pytest.fixture(scope="module")

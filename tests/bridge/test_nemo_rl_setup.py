@@ -164,7 +164,7 @@ class Worker:
         assert alive == len(self.layers), "the reference model outlives its setup"
         self.computed = torch.zeros(1)
         for layer in self.layers:
-            tiny_gpt._skew(layer, tiny_gpt.Case())
+            tiny_gpt.add_skew(layer, tiny_gpt.Case())
         if settings is not None:
             assert all(layer.fssdp.config.slots == 2 for layer in self.layers)
             tiny_gpt.counting_hook(lambda chunks: chunks, self.computed)([self.worker.model])

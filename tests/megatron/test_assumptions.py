@@ -12,16 +12,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
 from model_state import snapshot
 from ranks import ranks
 
 
 def _stock_model() -> tuple[list, Any]:
     """Model chunks and their config."""
-    import tiny_gpt
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     return tiny_gpt.build(case)
 
 
@@ -43,10 +43,7 @@ def test_a_way_in_that_does_not_fit_lists_what_is_gone() -> None:
 
 @ranks(2)
 def test_ep_of_one() -> None:
-    import tiny_gpt
-
-    case = tiny_gpt.Case(ep=1)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=1)
     chunks, _ = tiny_gpt.build(case)
     before = snapshot(chunks)
     with pytest.raises(
@@ -58,8 +55,6 @@ def test_ep_of_one() -> None:
 
 @ranks(2)
 def test_too_many_slots_and_no_file_with_speeds() -> None:
-    import tiny_gpt
-
     chunks, _ = _stock_model()
     with pytest.raises(ValueError) as error:
         tiny_gpt.fssdp_hook(slots=5, speeds=__file__)(chunks)
@@ -77,8 +72,6 @@ def test_too_many_slots_and_no_file_with_speeds() -> None:
 
 @ranks(2)
 def test_every_unsupported_setting_is_listed_at_once() -> None:
-    import tiny_gpt
-
     chunks, config = _stock_model()
     config.fp8, config.fp4 = "hybrid", "e2m1"  # without them no recipe is refused
     config.use_transformer_engine_op_fuser, config.moe_token_dispatcher_type = True, "flex"
@@ -141,8 +134,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
 @ranks(2)
 def test_a_layer_whose_kernel_holds_the_experts(backend: str) -> None:
     """As Megatron builds it with a megakernel: neither dispatcher nor experts, and a forward of the layer's own."""
-    import tiny_gpt
-
     chunks, config = _stock_model()
     config.moe_megakernel_backend = backend
     for layer in tiny_gpt.moe_layers(chunks):
@@ -221,9 +212,6 @@ def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
 
 @ranks(2)
 def test_ranks_with_other_settings_are_named() -> None:
-    import tiny_gpt
-    import torch.distributed as dist
-
     chunks, _ = _stock_model()
     for name, values, message in (
         ("slots", (2, 3), "rank 1 has slots=3, rank 0 has slots=2"),
@@ -245,7 +233,6 @@ def test_ranks_with_other_settings_are_named() -> None:
 @ranks(2)
 def test_another_megatron_is_an_error_with_a_list() -> None:
     import megatron.core
-    import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from megatron_hecate.megatron import assumptions
@@ -267,8 +254,6 @@ def test_another_megatron_is_an_error_with_a_list() -> None:
 
 @ranks(2)
 def test_experts_and_a_dispatcher_that_are_unknown() -> None:
-    import tiny_gpt
-    import torch
     from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 
     class OtherExperts(torch.nn.Module):
@@ -292,8 +277,6 @@ def test_experts_and_a_dispatcher_that_are_unknown() -> None:
 
 @ranks(2)
 def test_a_half_converted_model() -> None:
-    import tiny_gpt
-
     one, _ = _stock_model()
     two, _ = tiny_gpt.build(tiny_gpt.Case())
     hook = tiny_gpt.fssdp_hook()

@@ -8,45 +8,26 @@ from __future__ import annotations
 
 import copy
 import functools
+import operator
 import os
 import types
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
+import loops
 import pytest
+import tiny_gpt
 import torch
 from ranks import ranks
-from torch.nn import Module
+from torch.nn import Identity, Linear, Sequential
+from torch.nn.utils import parametrize
 
 Change = Callable[[Any], None]  # of one expert, Megatron's MLP
 
 
-class _Same(Module):
-    def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight
-
-
-class _Around(Module):
-    """A linear with an adapter around it."""
-
-    def __init__(self, inner: Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-
-class _Expert(Module):
-    """As Megatron's ``MLP``: two linears."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear_fc1 = torch.nn.Linear(2, 2)
-        self.linear_fc2 = torch.nn.Linear(2, 2)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.linear_fc2(self.linear_fc1(tokens))
+def _ignore(*args: Any) -> None:
+    """A hook."""
 
 
 def _wrap_forward(expert: Any) -> None:
@@ -59,66 +40,67 @@ def _bind_method(expert: Any) -> None:
 
 
 def _observe(expert: Any) -> None:
-    expert.register_forward_hook(lambda module, args, output: None)
-
-
-def _observe_before(expert: Any) -> None:
-    expert.linear_fc1.register_forward_pre_hook(lambda module, args: None)
-
-
-def _observe_gradient(expert: Any) -> None:
-    expert.linear_fc2.register_full_backward_hook(lambda module, inputs, outputs: None)
-
-
-def _observe_gradient_before(expert: Any) -> None:
-    expert.register_full_backward_pre_hook(lambda module, outputs: None)
-
-
-def _parametrize(expert: Any) -> None:
-    torch.nn.utils.parametrize.register_parametrization(expert.linear_fc1, "weight", _Same())
-
-
-def _normalize(expert: Any) -> None:
-    torch.nn.utils.weight_norm(expert.linear_fc1)
+    expert.register_forward_hook(_ignore)
 
 
 def _wrap_linear(expert: Any) -> None:
-    expert.linear_fc1 = _Around(expert.linear_fc1)
+    """As an adapter does."""
+    expert.linear_fc1 = Sequential(expert.linear_fc1)
+
+
+def _parametrize(expert: Any) -> None:
+    parametrize.register_parametrization(expert.linear_fc1, "weight", Identity())
 
 
 def _subclass(expert: Any) -> None:
     expert.__class__ = type("Expert", (type(expert),), {})
 
 
-def _compile(expert: Any) -> None:
-    expert.compile(backend="eager")
-
-
-ATTACHED: dict[Change, str] = {
-    _wrap_forward: r"1 \(_Expert\) has a forward of .*test_expert_parts on the instance",
-    _bind_method: r"1 \(_Expert\) has a forward of .*test_expert_parts on the instance",
-    _observe: r"1 \(_Expert\) has a forward hook of .*test_expert_parts",
-    _observe_before: r"1.linear_fc1 \(Linear\) has a forward pre-hook of .*test_expert_parts",
-    _observe_gradient: r"1.linear_fc2 \(Linear\) has a backward hook of .*test_expert_parts",
-    _observe_gradient_before: r"1 \(_Expert\) has a backward pre-hook of .*test_expert_parts",
-    _parametrize: r"1.linear_fc1 has become a ParametrizedLinear",
-    _normalize: r"1.linear_fc1 \(Linear\) has a forward pre-hook of torch.nn.utils.weight_norm",
-    _wrap_linear: r"1.linear_fc1 has become a _Around",
-    _subclass: r"1 has become a Expert",
-    _compile: r"1 \(_Expert\) has a forward of ",
+OF_TEST = r"of .*test_expert_parts"
+ATTACHED: dict[str, tuple[Change, str]] = {
+    "forward wrapped": (
+        _wrap_forward,
+        rf"1 \(Sequential\) has a forward {OF_TEST} on the instance",
+    ),
+    "method bound": (_bind_method, r"1 \(Sequential\) has a forward of .* on the instance"),
+    "hook": (_observe, rf"1 \(Sequential\) has a forward hook {OF_TEST}"),
+    "pre-hook": (
+        lambda expert: expert.linear_fc1.register_forward_pre_hook(_ignore),
+        rf"1.linear_fc1 \(Linear\) has a forward pre-hook {OF_TEST}",
+    ),
+    "backward hook": (
+        lambda expert: expert.linear_fc2.register_full_backward_hook(_ignore),
+        rf"1.linear_fc2 \(Linear\) has a backward hook {OF_TEST}",
+    ),
+    "backward pre-hook": (
+        lambda expert: expert.register_full_backward_pre_hook(_ignore),
+        rf"1 \(Sequential\) has a backward pre-hook {OF_TEST}",
+    ),
+    "parametrized": (_parametrize, r"1.linear_fc1 has become a ParametrizedLinear"),
+    "normalized": (
+        lambda expert: torch.nn.utils.weight_norm(expert.linear_fc1),
+        r"1.linear_fc1 \(Linear\) has a forward pre-hook of torch.nn.utils.weight_norm",
+    ),
+    "linear wrapped": (_wrap_linear, r"1.linear_fc1 has become a Sequential"),
+    "subclass": (_subclass, r"1 has become a Expert"),
+    "compiled": (
+        lambda expert: expert.compile(backend="eager"),
+        r"1 \(Sequential\) has a forward of ",
+    ),
 }
 
 
 @pytest.mark.fast
-@pytest.mark.parametrize("change", ATTACHED, ids=lambda change: change.__name__)
-def test_code_on_one_expert_is_named(change: Change) -> None:
+@pytest.mark.parametrize("name", ATTACHED)
+def test_code_on_one_expert_is_named(name: str) -> None:
     from megatron_hecate.megatron.foreign_code import ExpertParts
 
-    experts = torch.nn.ModuleList([_Expert(), _Expert()])
-    parts = ExpertParts(experts)
+    linears = [OrderedDict(linear_fc1=Linear(2, 2), linear_fc2=Linear(2, 2)) for _ in range(2)]
+    experts = torch.nn.ModuleList(map(Sequential, linears))
+    parts, (change, message) = ExpertParts(experts), ATTACHED[name]
     parts.check()
     change(experts[1])
-    with pytest.raises(ValueError, match=rf"inside its experts {ATTACHED[change]}.*; remove it, "):
+    with pytest.raises(ValueError, match=rf"inside its experts {message}.*; remove it, "):
         parts.check()
 
 
@@ -126,16 +108,14 @@ def test_code_on_one_expert_is_named(change: Change) -> None:
 LATER: dict[Change, tuple[str, str]] = {
     _observe: (r"local_experts.1 \(MLP\) has a forward hook",) * 2,
     _wrap_linear: (
-        r"local_experts.1.linear_fc1 has become a _Around",
-        r"expert 1 of this rank has linear_fc1.class=_Around, expert 0 has linear_fc1.class=Column",
+        r"local_experts.1.linear_fc1 has become a Sequential",
+        r"expert 1 of this rank has linear_fc1.class=Sequential, expert 0 has linear_fc1.class=Column",
     ),
 }
 
 
 def _on_rank_1(chunks: list, change: Change) -> list:
     """Change the second expert of rank 1 in the second layer: rank 0 sees nothing of it."""
-    import tiny_gpt
-
     if torch.distributed.get_rank() == 1:
         change(tiny_gpt.moe_layers(chunks)[1].experts.local_experts[1])
     return chunks
@@ -145,11 +125,7 @@ def _on_rank_1(chunks: list, change: Change) -> list:
 def test_before_switch_on_after_it_and_later() -> None:
     """All ranks raise the same error, by the first step at the latest. Later, here on all ranks, one that notices raises
     where the next iteration begins, however often it is called."""
-    import loops
-    import tiny_gpt
-
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
     for change, (message, refusal) in LATER.items():
         chunks, _ = tiny_gpt.build(case)
         with pytest.raises(ValueError, match=f"layer 2: .*{refusal}"):
@@ -176,11 +152,7 @@ def test_before_switch_on_after_it_and_later() -> None:
 @ranks(2)
 def test_hooks_that_are_removed_in_time_or_attached_elsewhere() -> None:
     """They train as stock."""
-    import loops
-    import tiny_gpt
-
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
 
     def train(hook: Callable | None) -> tuple[list[float], list[int]]:
         loop = loops.Loop(case, hook)
@@ -210,18 +182,12 @@ def test_hooks_that_are_removed_in_time_or_attached_elsewhere() -> None:
 @ranks(2, preload="te")
 def test_megatrons_own_loggers() -> None:
     """``--save-activations-interval`` and its siblings: the iteration runs without replicas, so its records are stock's."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import loops
     import megatron.training.activation_logging as activations
     import megatron.training.dgrad_logging as gradients
-    import tiny_gpt
 
     # stock's own hooks for gradients fail on the other linears of this model
     gradients.LINEAR_TYPES = tuple(t for t in gradients.LINEAR_TYPES if "Grouped" in t.__name__)
-    case = tiny_gpt.Case(skew=4, grouped=True)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4, grouped=True)
 
     def train(hook: Callable | None) -> tuple[list[float], dict[str, Any], list[int]]:
         loop = loops.Loop(case, hook)
@@ -269,74 +235,76 @@ def test_megatrons_own_loggers() -> None:
                 assert value == records[name], name
 
 
-def _no_expert(experts: Any) -> None:
-    experts.local_experts[0] = _Same()
-
-
-def _identity(experts: Any) -> None:
-    experts.local_experts[2] = _Same()
-
-
-def _narrow(experts: Any) -> None:
-    expert = experts.local_experts[3]
+def _narrow(expert: Any) -> None:
     expert.linear_fc1.weight = torch.nn.Parameter(expert.linear_fc1.weight[:64].clone())
 
 
 def _narrow_on_rank_1(experts: Any) -> None:
     if torch.distributed.get_rank() == 1:
         for expert in experts.local_experts:
-            expert.linear_fc1.weight = torch.nn.Parameter(expert.linear_fc1.weight[:64].clone())
+            _narrow(expert)
 
 
-def _one_activation(experts: Any) -> None:
+def _use_gelu(experts: Any) -> None:
     experts.local_experts[1].activation_func = torch.nn.functional.gelu
 
 
-def _closures(experts: Any) -> None:
+def _use_closures(experts: Any) -> None:
     for index, expert in enumerate(experts.local_experts):
         expert.activation_func = lambda x, index=index: index * x
 
 
-def _forward_of_all(experts: Any) -> None:
-    """Looks like Megatron's own, and would run it instead of ours."""
-    experts.forward = functools.wraps(experts.forward)(lambda *args: None)
-
-
-UNEQUAL: dict[Change, str] = {
-    _no_expert: "layer 1: expert 0 of this rank, a _Same, has no parameters",
-    _identity: "layer 1: expert 2 of this rank has class=_Same, expert 0 has class=MLP",
-    _narrow: "layer 1: expert 3 of this rank has linear_fc1.weight=64x32, expert 0 has linear_fc1.weight=128x32",
-    _narrow_on_rank_1: "rank 1 has experts of layer 1='parameters of 64x32, 32x64', rank 0 has experts of layer "
-    "1='parameters of 128x32, 32x64'",
-    _closures: "layer 1: expert 1 of this rank has activation_func=_closures.<locals>.<lambda>, expert 0 has",
-    _forward_of_all: "layer 1: its experts (megatron.core.transformer.moe.experts.SequentialMLP) have a forward on "
-    "the instance",
-    _one_activation: "layer 1: expert 1 of this rank has activation_func=gelu, expert 0 has activation_func=silu",
+# changes of a layer's experts
+UNEQUAL: dict[str, tuple[Change, str]] = {
+    "no expert": (
+        lambda experts: operator.setitem(experts.local_experts, 0, Identity()),
+        "layer 1: expert 0 of this rank, a Identity, has no parameters",
+    ),
+    "identity": (
+        lambda experts: operator.setitem(experts.local_experts, 2, Identity()),
+        "layer 1: expert 2 of this rank has class=Identity, expert 0 has class=MLP",
+    ),
+    "narrow": (
+        lambda experts: _narrow(experts.local_experts[3]),
+        "expert 3 of this rank has linear_fc1.weight=64x32, expert 0 has linear_fc1.weight=128x32",
+    ),
+    "narrow on rank 1": (
+        _narrow_on_rank_1,
+        "rank 1 has experts of layer 1='parameters of 64x32, 32x64', "
+        "rank 0 has experts of layer 1='parameters of 128x32, 32x64'",
+    ),
+    "closures": (
+        _use_closures,
+        "expert 1 of this rank has activation_func=_use_closures.<locals>.<lambda>, expert 0 has",
+    ),
+    # looks like Megatron's own, and would run it instead of ours
+    "forward of all": (
+        _wrap_forward,
+        "its experts (megatron.core.transformer.moe.experts.SequentialMLP) have a forward on the instance",
+    ),
+    "activation": (
+        _use_gelu,
+        "expert 1 of this rank has activation_func=gelu, expert 0 has activation_func=silu",
+    ),
 }
 
 
 @ranks(2)
 def test_experts_of_unequal_kind_or_size() -> None:
-    import tiny_gpt
-
     tiny_gpt.initialize(tiny_gpt.Case())
-    for change, message in UNEQUAL.items():
+    for name, (change, message) in UNEQUAL.items():
         chunks, _ = tiny_gpt.build(tiny_gpt.Case())
         change(tiny_gpt.moe_layers(chunks)[0].experts)
         with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
             tiny_gpt.fssdp_hook()(chunks)
-        assert message in str(error.value), change.__name__
+        assert message in str(error.value), name
         assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
 
 
 @ranks(2)
 def test_one_module_of_experts_in_two_layers() -> None:
     """Refused with any number of slots; observing it changes nothing; equal weights in two modules train as stock."""
-    import loops
-    import tiny_gpt
-
-    case = tiny_gpt.Case(skew=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(skew=4)
 
     def tie(chunks: list) -> list:
         first, second = tiny_gpt.moe_layers(chunks)

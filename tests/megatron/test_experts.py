@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import tiny_gpt
 from ranks import ranks
 
 
@@ -18,15 +19,13 @@ from ranks import ranks
 @ranks(2)
 def test_gradient_accumulation_fusion(overlap: bool, calculator: bool) -> None:
     """The default on GPUs: GEMMs add weight gradients into ``main_grad``, autograd carries a placeholder."""
-    import tiny_gpt
     from megatron.core import num_microbatches_calculator
 
     settings = (("gradient_accumulation_fusion", True), ("add_bias_linear", True))
     tiny_gpt.install_fused_wgrad()
-    case = tiny_gpt.Case(
+    case = tiny_gpt.initialized(
         accumulate=3, overlap=overlap, distributed_optimizer=overlap, settings=settings
     )
-    tiny_gpt.initialize(case)
     if not calculator:
         num_microbatches_calculator.unset_num_microbatches_calculator()
     stock = tiny_gpt.train(case)

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tiny_gpt
 from ranks import ranks
 
 KINDS = {
@@ -46,8 +47,6 @@ def of_own_kind(module: Any, method: str, *, name: str = "TurboExperts") -> type
 
 
 def refusal(chunks: list) -> str:
-    import tiny_gpt
-
     with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
         tiny_gpt.fssdp_hook()(chunks)
     return str(error.value)
@@ -56,12 +55,10 @@ def refusal(chunks: list) -> str:
 @ranks(2)
 def test_own_code_is_refused_by_name() -> None:
     """In one layer, by a subclass; and patched into an object, or into Megatron's class."""
-    import tiny_gpt
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     for what, (message, path, method) in KINDS.items():
         chunks, _ = tiny_gpt.build(case)
         layer = tiny_gpt.moe_layers(chunks)[1]
@@ -94,13 +91,7 @@ def test_own_code_is_refused_by_name() -> None:
 @ranks(2, preload="te")
 def test_grouped_experts_of_their_own_are_refused() -> None:
     """And linears of these."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import tiny_gpt
-
-    case = tiny_gpt.Case(grouped=True)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(grouped=True)
     for path, method in {
         "": "forward",
         "linear_fc1": "forward",
@@ -119,11 +110,9 @@ def test_grouped_experts_of_their_own_are_refused() -> None:
 
 @ranks(2)
 def test_a_layer_that_is_not_megatrons_is_named() -> None:
-    import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     chunks, config = tiny_gpt.build(case)
     own = type("OwnMoE", (BaseMoELayer,), {"__module__": "turbo", "forward": lambda self: None})
     alien = own.__new__(own)
@@ -138,7 +127,6 @@ def test_a_layer_that_is_not_megatrons_is_named() -> None:
 @ranks(2)
 def test_a_router_of_its_own_trains_as_stock() -> None:
     """And a layer that adds to what Megatron's parts compute."""
-    import tiny_gpt
 
     def own(chunks: list) -> list:
         for layer in tiny_gpt.moe_layers(chunks):
@@ -146,8 +134,7 @@ def test_a_router_of_its_own_trains_as_stock() -> None:
             layer.__class__ = of_own_kind(layer, "postprocess", name="OwnLayer")
         return chunks
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     stock = tiny_gpt.train(case, hook=own)
     ours = tiny_gpt.train(case, hook=lambda chunks: tiny_gpt.fssdp_hook()(own(chunks)))
     tiny_gpt.assert_trained_alike(stock, ours)
@@ -156,10 +143,7 @@ def test_a_router_of_its_own_trains_as_stock() -> None:
 @ranks(2)
 def test_a_router_that_returns_something_else_is_named() -> None:
     """Numbers of experts instead of a map over experts, as a fused router might."""
-    import tiny_gpt
-
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     chunks, config = tiny_gpt.build(case, tiny_gpt.fssdp_hook())
     for layer in tiny_gpt.moe_layers(chunks):
         routed = layer.router.forward

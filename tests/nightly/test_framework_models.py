@@ -81,7 +81,7 @@ def build_by_mcore_adapter(case: Any, hook: Callable | None) -> list:
     with mock.patch.multiple(models, **patches):
         model = models.VirtualModels(models.McaGPTModel, config)
     for layer in tiny_gpt.moe_layers(model.get_models()):
-        tiny_gpt._skew(layer, case)
+        tiny_gpt.add_skew(layer, case)
     if hook is not None:
         hook(model.get_models())
     ddp_config = DistributedDataParallelConfig(
@@ -129,7 +129,7 @@ def test_a_model_that_roll_builds() -> None:
             loss = tiny_gpt.run(case, chunks, step, num_microbatches=case.accumulate)
             assert optimizer.step()[0]
             losses.append(loss)
-        return losses, {n: p.detach().clone() for n, p in tiny_gpt._named(chunks)}
+        return losses, {n: p.detach().clone() for n, p in tiny_gpt.named_parameters(chunks)}
 
     losses, params = train(None)
     ours, our_params = train(tiny_gpt.fssdp_hook(slots=2))

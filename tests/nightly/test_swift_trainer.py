@@ -132,7 +132,7 @@ class Runs:
         def build_skewed(*args: Any) -> list:
             models = build(*args)
             for layer in tiny_gpt.moe_layers(models):
-                tiny_gpt._skew(layer, tiny_gpt.Case())
+                tiny_gpt.add_skew(layer, tiny_gpt.Case())
             return models
 
         def wrap(args: Any, models: list) -> list:

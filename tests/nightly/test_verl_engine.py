@@ -156,7 +156,7 @@ class Actor:
 
         def convert(chunks: Any, **settings: Any) -> Any:
             for layer in tiny_gpt.moe_layers(chunks if isinstance(chunks, list) else [chunks]):
-                tiny_gpt._skew(layer, tiny_gpt.Case())
+                tiny_gpt.add_skew(layer, tiny_gpt.Case())
             return chunks if hook is None else hook(chunks, **settings)
 
         source = inspect.getsource(megatron_utils.make_megatron_module)

@@ -23,9 +23,12 @@ from multiprocessing import forkserver
 from typing import Any
 from unittest import mock
 
+import rank_modules
+
 # Megatron compiles an extension of torch's. Versions of torch that share a folder lock it in different ways, and wait.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", f"{sys.prefix}/torch_extensions")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also where there is one
+rank_modules.install()
 _context = multiprocessing.get_context("forkserver")
 preloaded = "tests.support.preloaded"  # the module that imports what ranks start with
 _servers: dict[
@@ -54,6 +57,10 @@ def _run_rank(this: _Rank, args: tuple, kwargs: dict, errors) -> None:
 
     torch.set_num_threads(1)
     try:
+        if (packages := os.environ["PRELOADED"]).startswith("te"):
+            import te_on_cpu
+
+            te_on_cpu.install(packages=packages)  # says what the environment lacks
         dist.init_process_group(
             "gloo",
             init_method=f"file://{this.folder}/store",
@@ -94,7 +101,7 @@ def ranks(
         timeout: seconds for the whole test; then the ranks still running are named and killed.
         killed: ranks that the test kills on purpose.
         preload: what the ranks have imported when they start, which takes them 1 to 3 seconds otherwise: ``megatron``;
-            ``te`` or ``te-blackwell``, Megatron over TransformerEngine's newest Python, as `te_on_cpu.install` puts it
+            ``te`` or ``te-blackwell``, Megatron over TransformerEngine's newest Python, which `te_on_cpu.install` puts
             there for Hopper or Blackwell; ``None``, neither. Or a function of the test's arguments that says it.
     """
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import planners
 import pytest
+import tiny_gpt
 import torch.distributed as dist
 import variants
 from layout_tables import HYBRID
@@ -80,8 +81,6 @@ def test_ranks_without_replicas(name: str) -> None:
     layout, settings = CASES[name]
     groups = ((2, 3), (0, 1)) if layout.num_ranks == 4 else ((2, 3, 6, 7), (0, 1, 4, 5))
     case, _ = variants.case_of(layout)
-    import tiny_gpt
-
     stock = tiny_gpt.train(case)
     tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
     for idle_ranks in groups:

@@ -10,7 +10,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import flex_backends
+import graphs_on_cpu
 import pytest
+import tiny_gpt
+import tiny_hybrid
 import torch
 import torch.distributed as dist
 from graphed import SCOPES, declare
@@ -65,13 +69,9 @@ class _Moving:
 
     def hook(self, **settings: Any) -> Any:
         """FSSDP's hook, with tokens in replicas counted."""
-        import tiny_gpt
-
         return tiny_gpt.counting_hook(tiny_gpt.fssdp_hook(**settings), self.computed)
 
     def __call__(self, chunks: list, step: int) -> None:
-        import tiny_gpt
-
         layers = [layer for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")]
         self.plans.append(tuple(layer.fssdp.planned.fingerprint for layer in layers))
         total = self.computed.clone()
@@ -81,9 +81,6 @@ class _Moving:
 
     def assert_alike(self, stock: Any, ours: Any, *, eager_steps: int) -> None:
         """``ours`` is ``stock``; plans differ, and replicas compute, in replays, which follow ``eager_steps``."""
-        import graphs_on_cpu
-        import tiny_gpt
-
         tiny_gpt.assert_trained_alike(stock, ours)
         graphs_on_cpu.assert_replayed(at_least=1)
         assert len(set(self.plans[eager_steps:])) > 1, "the same replicas in all replays"
@@ -95,13 +92,6 @@ class _Moving:
 @ranks(lambda name: TRANSFORMER_ENGINE[name][1].num_ranks, preload="te")
 def test_transformer_engines_graphs(name: str) -> None:
     scopes, layout, settings = TRANSFORMER_ENGINE[name]
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import flex_backends
-    import graphs_on_cpu
-    import tiny_gpt
-
     if "moe_flex_dispatcher_backend" in layout.model:
         flex_backends.install()
     case = tiny_gpt.initialized(**layout.case, settings=layout.model)
@@ -125,13 +115,9 @@ def test_transformer_engines_graphs(name: str) -> None:
 @ranks(2)
 def test_megatrons_own_graphs(name: str) -> None:
     """They hold the router and the preprocessing, and what comes after the experts."""
-    import graphs_on_cpu
-    import tiny_gpt
-    import tiny_hybrid
-
     scopes, lifetime = HYBRID[name]
     tiny_hybrid.install("M*EM*E")
-    case = tiny_gpt.initialized(accumulate=2, settings=(("num_layers", 6),))
+    case = tiny_gpt.initialized(accumulate=2, settings=dict(num_layers=6))
     stock = tiny_gpt.train(case, steps=5, before_step=_Moving())
     graphs_on_cpu.install()
     declare()
@@ -148,35 +134,23 @@ def test_megatrons_own_graphs(name: str) -> None:
 @ranks(2, preload="te")
 def test_without_replicas_nothing_differs() -> None:
     """Bitwise: no slots; then slots, where no copy pays. Evaluation in between runs without graphs."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import graphs_on_cpu
-    import tiny_gpt
-
-    def evaluate(trained: Any) -> float:
-        with tiny_gpt.evaluating(trained.chunks):
-            return tiny_gpt.run(case, trained.chunks, 100, num_microbatches=2, forward_only=True)
 
     case = tiny_gpt.initialized(accumulate=2)
     stock = tiny_gpt.train(case, steps=4)
-    evaluated = evaluate(stock)
+    evaluated = stock.evaluate(0)
     graphs_on_cpu.install()
     declare()
     graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*SCOPES))
     for settings in (dict(slots=0), dict(speeds=None)):
         ours = graphs_on_cpu.train(graphed, steps=4, hook=tiny_gpt.fssdp_hook(**settings))
         assert ours.replicas == 0 and tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
-        assert evaluate(ours) == evaluated
+        assert ours.evaluate(0) == evaluated
         graphs_on_cpu.assert_replayed(at_least=4)
         graphs_on_cpu.delete_graphs()
 
 
 @ranks(2)
 def test_what_graphs_cannot_hold_is_refused() -> None:
-    import graphs_on_cpu
-    import tiny_gpt
-
     graphs_on_cpu.install()
     tiny_gpt.initialize(tiny_gpt.Case())
     padded = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)

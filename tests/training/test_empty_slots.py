@@ -10,6 +10,7 @@ from typing import Any
 
 import planners
 import pytest
+import tiny_gpt
 import torch.distributed as dist
 import variants
 from layouts import BIAS, DELAYED, FUSED_WGRAD, Layout
@@ -48,8 +49,6 @@ def test_slots_without_replicas(name: str) -> None:
 
 def _train_alike(case: Any, *, lifetime: str, computes_all: bool = False) -> None:
     """Compare FSSDP with stock, and the number of experts that a forward computes with the filled slots."""
-    import tiny_gpt
-
     steps = len(FILLED) + 1
     stock = tiny_gpt.train(case, steps=steps)
     turns = itertools.count()
@@ -79,8 +78,6 @@ def _plan(turn: int, homes: Any, case: Any) -> Any:
 
 def _watch(chunks: list, computed: list[tuple[int, int]]) -> list:
     """Have the number of physical experts, and of their tokens, appended to ``computed`` in each forward of a twin."""
-    import tiny_gpt
-
     for layer in tiny_gpt.moe_layers(chunks):
         twin = layer.experts.physical.twin.module
 

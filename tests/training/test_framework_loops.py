@@ -11,10 +11,15 @@ import gc
 import os
 from typing import Any
 
+import loops
 import pytest
+import reloadable_groups
+import tiny_gpt
 import torch
 import torch.distributed as dist
 from ranks import ranks
+
+import megatron_hecate
 
 
 def _export_and_load(loop: Any) -> None:
@@ -59,7 +64,7 @@ def _empty_storages(loop: Any) -> None:
 
 
 def _replace_param_data(loop: Any) -> None:
-    for p in loop.params:
+    for p in loop.parameters:
         old = p.data
         p.data = old.clone()
         old.fill_(float("nan"))
@@ -74,8 +79,6 @@ def _swap_reference(loop: Any) -> None:
 
 def _pause_without_copy(loop: Any) -> None:
     """torch_memory_saver without a copy on the host: all of our buffers hold garbage afterwards."""
-    import tiny_gpt
-
     for layer in tiny_gpt.moe_layers(loop.chunks):
         pool = layer.prefetcher.pool
         for buffer in (*pool._weights, *pool._grads):
@@ -84,15 +87,11 @@ def _pause_without_copy(loop: Any) -> None:
 
 
 def _release(loop: Any) -> None:
-    import megatron_hecate
-
     megatron_hecate.release(loop.chunks)
 
 
 def _renew_groups(loop: Any) -> None:
     """slime: Megatron's groups are wrapped, destroyed for each rollout and made again behind the wrapper."""
-    import reloadable_groups
-
     assert reloadable_groups.destroy() > 10
     reloadable_groups.reload()
 
@@ -116,10 +115,6 @@ WITHOUT_BUFFERS = {"param.data replaced": (_replace_param_data, {})}
 @ranks(2, timeout=300)
 def test_between_two_steps(has_buffers: bool) -> None:
     """Beside log-probabilities in train and eval mode. DDP's buffers hold parameters, or do not."""
-    import loops
-    import reloadable_groups
-    import tiny_gpt
-
     reloadable_groups.install()
     case = tiny_gpt.initialized(distributed_optimizer=has_buffers, skew=4)
 
@@ -151,10 +146,7 @@ def _live_bytes() -> int:
 @ranks(2)
 def test_bytes_before_during_and_after_a_release() -> None:
     """Oracle: the storages of all live tensors. Without a step there is nothing to free."""
-    import tiny_gpt
     from megatron.core.utils import get_model_config
-
-    import megatron_hecate
 
     case = tiny_gpt.initialized(skew=4)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
@@ -170,10 +162,10 @@ def test_bytes_before_during_and_after_a_release() -> None:
     assert abs(after - before) < freed / 10, (before, during, after)
     print(f"| bytes of rank {dist.get_rank()} | {before:,} | {during:,} | {after:,} |", flush=True)
     config = get_model_config(run.chunks[0])
-    run.chunks[0].zero_grad_buffer()
+    run.zero()
     config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
     with run.chunks[0].no_sync():
-        tiny_gpt.run(case, run.chunks, 3, num_microbatches=1)
+        run.call(3, 1)
         replicas = [layer.fssdp.replicas for layer in tiny_gpt.moe_layers(run.chunks)]
         replicas = [one for one in replicas if one is not None]
         assert any(one.is_accumulating for one in replicas)
@@ -184,9 +176,6 @@ def test_bytes_before_during_and_after_a_release() -> None:
 @ranks(2)
 def test_a_default_process_group_that_is_replaced_is_refused() -> None:
     """slime's default: all groups go, and those that FSSDP needs are unknown to slime."""
-    import reloadable_groups
-    import tiny_gpt
-
     reloadable_groups.install()
     case = tiny_gpt.initialized(skew=4)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())

@@ -10,6 +10,7 @@ import weakref
 from typing import Any
 
 import pytest
+import tiny_gpt
 import variants
 from layout_tables import LAYOUTS
 from ranks import ranks
@@ -19,8 +20,6 @@ pytestmark = pytest.mark.newest
 
 @ranks(2, preload="te")
 def test_operators_keep_no_weights_of_earlier_forwards() -> None:
-    import tiny_gpt
-
     from megatron_hecate.megatron.grouped_linear import GroupedTwin
 
     case, _ = variants.case_of(LAYOUTS["operators-fused-biases"])

@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import loops
+import pytest
+import tiny_gpt
 import torch
 from ranks import ranks
 
@@ -49,7 +52,7 @@ CASES: tuple[tuple[dict[str, Any], Callable, dict[str, Any]], ...] = (
     ({}, _watch_node, {}),
     ({}, _double, {}),
     ({}, _watch_tensor, dict(only="local_experts.1.")),
-    (dict(settings=(("add_bias_linear", True),)), _watch_tensor, dict(transport="nvlink")),
+    (dict(settings=dict(add_bias_linear=True)), _watch_tensor, dict(transport="nvlink")),
     (dict(distributed_optimizer=True, overlap=True), _watch_tensor, {}),
     # The last microbatch brings what replicas had in all: the sum is right.
     (dict(accumulate=2), _watch_tensor, {}),
@@ -60,8 +63,6 @@ CASES: tuple[tuple[dict[str, Any], Callable, dict[str, Any]], ...] = (
 
 @ranks(2)
 def test_hooks() -> None:
-    import tiny_gpt
-
     tiny_gpt.initialize(tiny_gpt.Case())
     for fields, watch, further in CASES:
         tiny_gpt.set_num_microbatches(tiny_gpt.Case(), fields.get("accumulate", 1))
@@ -71,12 +72,10 @@ def test_hooks() -> None:
 def _compare(
     case: Any, watch: Callable, *, tolerance: float = 1e-5, only: str = "experts", **settings: Any
 ) -> None:
-    import tiny_gpt
-
     results = []
     for hook in (None, tiny_gpt.fssdp_hook(**settings)):
         run, seen = tiny_gpt.train(case, steps=2, hook=hook), {}
-        for name, p in tiny_gpt._named(run.chunks):
+        for name, p in tiny_gpt.named_parameters(run.chunks):
             if ".experts." in name and only in name:
                 watch(name, p, seen)
         run.step(2)
@@ -100,8 +99,6 @@ def _compare(
 def test_gradients_without_ddp_and_by_autograd_grad() -> None:
     """``p.grad`` of a model that is not wrapped; and `torch.autograd.grad`, which must leave ``main_grad`` alone: with
     a hook on the weight both have all of it."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(skew=2.5)
     for wrapped in (False, True):
         results = []
@@ -112,7 +109,9 @@ def test_gradients_without_ddp_and_by_autograd_grad() -> None:
                 chunks[0].zero_grad_buffer()
             else:
                 chunks, _ = tiny_gpt.build(case, hook)
-            named = {name: p for name, p in tiny_gpt._named(chunks) if ".experts." in name}
+            named = {
+                name: p for name, p in tiny_gpt.named_parameters(chunks) if ".experts." in name
+            }
             found = {}
             for step in range(1 if wrapped else 3):
                 for p in named.values():
@@ -145,10 +144,6 @@ def test_gradients_without_ddp_and_by_autograd_grad() -> None:
 def test_gradients_by_autograd_grad() -> None:
     """Of inputs they are stock's. Of experts with replicas they would lack the replicas' share, which went into
     ``main_grad`` unasked: refused with the way out, and the loop goes on."""
-    import loops
-    import pytest
-    import tiny_gpt
-
     case = tiny_gpt.initialized(skew=4)
 
     def train(hook: Callable | None) -> list[float]:
@@ -161,7 +156,7 @@ def test_gradients_by_autograd_grad() -> None:
                 with pytest.raises(
                     RuntimeError, match=r"call backward\(\) of the loss instead and read main_grad"
                 ):
-                    torch.autograd.grad(loop.forward(step, 0), loop.params)
+                    torch.autograd.grad(loop.forward(step, 0), loop.parameters)
                 # of some experts, in any way
                 weight = (
                     tiny_gpt.moe_layers(loop.chunks)[0].experts.local_experts[1].linear_fc1.weight

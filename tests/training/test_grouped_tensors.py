@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_gpt
 import torch
 import variants
 from layouts import ALLGATHER, FUSED_WGRAD, Layout, flex
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.newest
 @ranks(2, preload="te")
 def test_padding_takes_as_many_experts_as_the_linears() -> None:
     """Empty slots are left out of a forward. Oracle: TE's own module, which asserts its number of splits."""
-    import tiny_gpt
     from transformer_engine.pytorch import Fp8Padding
 
     case, _ = variants.case_of(Layout(2, {}, {}, experts="grouped tensors"))

@@ -9,8 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import tiny_gpt
 import torch.distributed as dist
 from ranks import ranks
+
+from megatron_hecate import HecateConfig, fssdp
 
 pytestmark = pytest.mark.newest
 
@@ -23,13 +26,7 @@ MOST = {"TEGroupedMLP": (166, (340, 590)), "SequentialMLP": (170, (365, 800))}
 @pytest.mark.parametrize("experts", MOST)
 @ranks(2, preload="te")
 def test_few_calls_are_added(experts: str) -> None:
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import tiny_gpt
     from host_calls import Phases, use_plain_factories
-
-    from megatron_hecate import HecateConfig, fssdp
 
     use_plain_factories()
     tiny_gpt.install_fused_wgrad()

@@ -10,8 +10,10 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import flex_backends
 import pytest
 import rehoming_hooks
+import tiny_gpt
 import torch
 from layouts import ALLGATHER, flex
 from quick import quick
@@ -39,9 +41,6 @@ def test_every_dispatcher(name: str) -> None:
 @pytest.mark.slow
 @ranks(2, preload="te")
 def test_grouped_experts() -> None:
-    import te_on_cpu
-
-    te_on_cpu.install()
     _compare({}, "before and between", grouped=True)
 
 
@@ -53,9 +52,6 @@ def test_homes_that_have_moved() -> None:
 
 
 def _compare(model: dict[str, Any], when: str, *, grouped: bool = False, **settings: Any) -> None:
-    import flex_backends
-    import tiny_gpt
-
     flex_backends.install()
     case = tiny_gpt.initialized(grouped=grouped, skew=2.5, settings=flex_backends.valid(model))
     steps = 6 if settings else 3
@@ -79,9 +75,6 @@ def _train(
     Returns:
         The run, means of what it evaluated, and dtypes and shapes of the inference tensors that are left.
     """
-    import flex_backends
-    import tiny_gpt
-
     flex_backends.forget()
     moves = settings is not None and "rehome" in settings
     make = rehoming_hooks.rehoming_hook if moves else tiny_gpt.fssdp_hook

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_gpt
 import torch
 from layouts import FULL
 from ranks import ranks
@@ -23,6 +24,8 @@ from replayed_routes import (
     replay,
     train_steps,
 )
+
+from megatron_hecate.record.metrics import layer_metrics
 
 
 @pytest.mark.newest
@@ -45,10 +48,6 @@ def test_plans_are_made_for_the_replayed_routes(
 ) -> None:
     """From the first step on, every plan is made for the loads that come; no replica comes after the gate, though it
     might."""
-    import tiny_gpt
-
-    from megatron_hecate.record.metrics import layer_metrics
-
     case = tiny_gpt.initialized(**fields, settings=(REPLAY, *megatron.items()))
     replay(case.accumulate, then_backward=not megatron or megatron is FULL)
     stock = train_steps(case, 3)
@@ -75,8 +74,6 @@ def test_of_an_iteration_the_first_microbatch_is_known_and_the_rest_expected() -
     """Where nobody tells: the first microbatch's loads, plus those of each further one, which are taken to be alike in
     the first step, and later half of those of the last step with two microbatches (with two steps the forecast is the
     last step's loads, see `LoadHistory`)."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(accumulate=2, settings=(REPLAY,))
     replay(case.accumulate)
     found: list[np.ndarray] = []
@@ -94,8 +91,6 @@ def test_of_an_iteration_the_first_microbatch_is_known_and_the_rest_expected() -
 @ranks(4)
 def test_a_pipeline_replays_alike() -> None:
     """Two stages of two chunks, with recomputation: each chunk's layers are planned for its own microbatch."""
-    import tiny_gpt
-
     fields = dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True, overlap=True)
     case = tiny_gpt.initialized(**fields, settings=(REPLAY, *FULL.items()))
     replay(case.accumulate)
@@ -116,8 +111,6 @@ def test_a_pipeline_replays_alike() -> None:
 
 def _compare_with_stock() -> list[np.ndarray]:
     """Train two steps with stock and with FSSDP, which must be alike; returns FSSDP's forecasts."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(settings=(REPLAY,))
     replay(case.accumulate, then_backward=False)
     stock = train_steps(case, 2)

@@ -8,19 +8,18 @@ from __future__ import annotations
 
 import socket
 
+import tiny_gpt
 import torch.distributed as dist
 from planners import coldest_experts, replace_planner
 from ranks import ranks
 
 from megatron_hecate.plan import Speeds
+from megatron_hecate.record.metrics import layer_metrics
 
 
 @ranks(4)
 def test_late_replicas_come_from_other_machines_where_speeds_are_measured() -> None:
     """Every rank is a machine of its own, and copies cost nothing, whether that was measured or not."""
-    import tiny_gpt
-
-    from megatron_hecate.record.metrics import layer_metrics
     from megatron_hecate.switch_on import convert
 
     socket.gethostname = lambda: f"machine {dist.get_rank()}"

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
+import flex_backends
 import launch_flags
 import pytest
 import torch.distributed as dist
@@ -47,7 +48,6 @@ ONE_STAGE = {"global-aux-etp2": {"--pipeline-model-parallel-layout"}}
 @ranks(lambda name, *_: SCRIPTS[name].ranks, timeout=300, preload="te")
 def _train(name: str, log: Path, launcher: list[str]) -> None:
     """Run the script in this rank, whose output goes to ``log`` if it is the last one."""
-    import flex_backends
     import megatron_on_cpu
     import te_layers_on_cpu
     from run_script import run_script

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import tiny_gpt
 from ranks import ranks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.routing.reroute import _Reroute
+from megatron_hecate.routing.rerouter import Rerouter
 
 MOST = 5
 MICROBATCHES, LAYERS = 4, 2
@@ -51,8 +57,6 @@ class Counted:
 
     def watch_kernels(self) -> None:
         """Count the launches of our kernels."""
-        from megatron_hecate.device.launch import Kernels
-
         launch = Kernels.launch
 
         def launch_counted(kernels: Any, name: str, *args: Any, **kwargs: Any) -> None:
@@ -68,7 +72,6 @@ class Counted:
 
 def watching(add: Callable[[str], None]) -> Any:
     """Return a context that calls ``add`` with the name of every operation that computes."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(
@@ -87,11 +90,8 @@ def watching(add: Callable[[str], None]) -> Any:
 def test_at_most_five_launches_and_no_wait() -> None:
     """Per layer and microbatch with replicas. What happens once per iteration (the tables of a placement, the sum of
     the loads) does not count, nor does fetching."""
-    import tiny_gpt
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    from megatron_hecate.routing.reroute import _Reroute
-    from megatron_hecate.routing.rerouter import Rerouter
     from megatron_hecate.step.layer import FSSDPLayer
     from megatron_hecate.step.load_monitor import LoadMonitor
     from megatron_hecate.step.prefetch import Prefetcher

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import loops
 import pytest
+import tiny_gpt
 import torch
 import torch.distributed as dist
 from layouts import BIAS, FULL, FUSED_WGRAD, MOE
@@ -17,9 +19,6 @@ from ranks import ranks
 
 def _compare(case: Any, names: list[str], *settings: dict[str, Any]) -> None:
     """Train each loop with stock, and with FSSDP in all ``settings``."""
-    import loops
-    import tiny_gpt
-
     for name in names:
         pattern = (loops.PATTERNS | loops.TOLD | loops.ONLY_WITH_LIFETIME_LAYER)[name]
         stock = loops.train_pattern(case, pattern, None)
@@ -56,16 +55,12 @@ KINDS_WITH_OVERLAP = (
 
 @ranks(2, timeout=300)
 def test_loops_of_each_kind_equal_stock() -> None:
-    import tiny_gpt
-
     case = tiny_gpt.initialized(distributed_optimizer=True, skew=4)
     _compare(case, list(KINDS))
 
 
 @ranks(2, timeout=300)
 def test_loops_of_each_kind_equal_stock_with_overlap() -> None:
-    import tiny_gpt
-
     case = tiny_gpt.initialized(distributed_optimizer=True, overlap=True, skew=4)
     _compare(case, list(KINDS_WITH_OVERLAP))
 
@@ -74,9 +69,6 @@ def test_loops_of_each_kind_equal_stock_with_overlap() -> None:
 @pytest.mark.parametrize("part", range(3))
 @ranks(2, timeout=300)
 def test_loops_equal_stock_with_both_lifetimes(part: int) -> None:
-    import loops
-    import tiny_gpt
-
     case = tiny_gpt.initialized(skew=4)
     _compare(case, list(loops.PATTERNS)[part::3], {}, dict(lifetime="layer"))
 
@@ -85,9 +77,6 @@ def test_loops_equal_stock_with_both_lifetimes(part: int) -> None:
 @pytest.mark.parametrize("model", [BIAS, FUSED_WGRAD, MOE], ids=["biases", "fused", "recomputed"])
 @ranks(2)
 def test_several_backwards_of_other_gradients(model: dict[str, Any]) -> None:
-    import loops
-    import tiny_gpt
-
     tiny_gpt.install_fused_wgrad()
     case = tiny_gpt.initialized(skew=4, settings=model)
     _compare(case, list(loops.REPEATED)[:2], {}, dict(transport="nvlink"))
@@ -96,9 +85,6 @@ def test_several_backwards_of_other_gradients(model: dict[str, Any]) -> None:
 @ranks(2)
 def test_weights_written_in_forward_step() -> None:
     """In ways that show nowhere: the loop says so; of some experts only: other ranks may see none."""
-    import loops
-    import tiny_gpt
-
     case = tiny_gpt.initialized(skew=4)
     _compare(case, list(loops.TOLD), {}, dict(lifetime="layer"))
     forward_step = tiny_gpt.forward_step
@@ -116,15 +102,12 @@ def test_weights_written_in_forward_step() -> None:
     tiny_gpt.forward_step = write_and_step
     message = r"layer 2: 1 of 8 weights .* megatron_hecate.weights_changed\(model\)"
     with pytest.raises(RuntimeError, match=message):
-        tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
+        run.call(2, 2)
 
 
 @ranks(2)
 def test_steps_of_other_models_between_forwards_in_flight() -> None:
     """They may be steps of this model, as far as FSSDP knows: the error says so, and its way out is one."""
-    import loops
-    import tiny_gpt
-
     case = tiny_gpt.initialized(skew=4)
     ((name, pattern),) = loops.ONLY_WITH_LIFETIME_LAYER.items()
     _compare(case, [name], dict(lifetime="layer"))
@@ -136,8 +119,6 @@ def test_steps_of_other_models_between_forwards_in_flight() -> None:
 @ranks(2)
 def test_an_iteration_that_ends_before_its_backward() -> None:
     """The backward computes forwards again that were seen in an iteration which is over."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(skew=4, settings=FULL)
     _compare(case, ["zeroed between forward and backward"])
     _compare(case, ["critic steps between forward and backward"], dict(lifetime="layer"))
@@ -145,15 +126,13 @@ def test_an_iteration_that_ends_before_its_backward() -> None:
 
 def _run_twice(run: Any, case: Any, step: int) -> list[tuple[float, dict[str, torch.Tensor]]]:
     """Loss and gradients of one iteration, two times in a row, as Megatron's rerun state machine has it."""
-    import tiny_gpt
-
     both = []
     for _ in range(2):
-        for chunk in run.chunks:
-            chunk.zero_grad_buffer()
-        run.optimizer.zero_grad()
-        loss = tiny_gpt.run(case, run.chunks, step, num_microbatches=case.accumulate)
-        both.append((loss, {n: p.main_grad.clone() for n, p in tiny_gpt._named(run.chunks)}))
+        run.zero()
+        loss = run.call(step, case.accumulate)
+        both.append(
+            (loss, {n: p.main_grad.clone() for n, p in tiny_gpt.named_parameters(run.chunks)})
+        )
     return both
 
 
@@ -161,9 +140,7 @@ def _run_twice(run: Any, case: Any, step: int) -> list[tuple[float, dict[str, to
 @ranks(2)
 def test_a_repeated_iteration_is_bitwise_the_same(lifetime: str, late: int) -> None:
     """Also the first one, and those where other experts have just become hot, for which a new plan would differ."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized(accumulate=2, skew=4, settings=(("moe_router_topk", 3),))
+    case = tiny_gpt.initialized(accumulate=2, skew=4, settings=dict(moe_router_topk=3))
     computed = torch.zeros(1)
     hook = tiny_gpt.counting_hook(
         tiny_gpt.fssdp_hook(lifetime=lifetime, late_replicas=late), computed

@@ -10,19 +10,23 @@ import signal
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
+import tiny_gpt
+import torch.distributed as dist
 from checkpoints import save, shared_folder
 from ranks import ranks
 from rehoming_hooks import hashes, homes_of, rehoming_hook
+
+from megatron_hecate.comm.collectives import TransferError
+from megatron_hecate.homes.exchange import Relocation
 
 TIMEOUT = 5
 
 
 def about_to_move(**fields: Any) -> Any:
     """A model whose next iteration begins with a move."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(distributed_optimizer=True, **fields)
     run = tiny_gpt.train(case, steps=3, hook=rehoming_hook(timeout=TIMEOUT))
     assert not homes_of(run).are_moved
@@ -31,11 +35,6 @@ def about_to_move(**fields: Any) -> Any:
 
 @ranks(3, killed=frozenset([1]))
 def test_homes_stay_where_a_rank_dies() -> None:
-    import torch.distributed as dist
-
-    from megatron_hecate.comm.collectives import TransferError
-    from megatron_hecate.homes.exchange import Relocation
-
     run = about_to_move(ep=3, experts=9)
     weights = [p.detach().clone() for p in run.chunks[0].parameters()]
     if dist.get_rank() == 1:
@@ -51,11 +50,6 @@ def test_homes_stay_where_a_rank_dies() -> None:
 
 @ranks(2)
 def test_an_error_before_all_has_come_leaves_the_old_homes() -> None:
-    import torch.distributed as dist
-
-    from megatron_hecate.comm.collectives import TransferError
-    from megatron_hecate.homes.exchange import Relocation
-
     run = about_to_move()
     before, exchange = hashes(run), Relocation.exchange
 
@@ -76,11 +70,7 @@ def test_an_error_before_all_has_come_leaves_the_old_homes() -> None:
 @ranks(2)
 def test_a_loop_that_catches_an_error_goes_on() -> None:
     """The first layer has moved, the second finds no room. Oracle: stock, bit for bit."""
-    import tiny_gpt
-
-    from megatron_hecate.homes.exchange import Relocation
-
-    case = tiny_gpt.initialized(distributed_optimizer=True, optimizer=(("clip_grad", 0.0),))
+    case = tiny_gpt.initialized(distributed_optimizer=True, optimizer=dict(clip_grad=0.0))
     stock = tiny_gpt.train(case, steps=8)
     run = tiny_gpt.train(case, steps=3, hook=rehoming_hook(timeout=TIMEOUT, slots=0))
     exchange, calls = Relocation.exchange, 0
@@ -102,11 +92,6 @@ def test_a_loop_that_catches_an_error_goes_on() -> None:
 
 @ranks(2)
 def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None:
-    import torch.distributed as dist
-
-    from megatron_hecate.comm.collectives import TransferError
-    from megatron_hecate.homes.exchange import Relocation
-
     run = about_to_move()
     write = Relocation.write
 
@@ -135,9 +120,6 @@ def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None
 @pytest.mark.slow
 @ranks(2)
 def test_a_state_that_cannot_move_on_one_rank_is_an_error_on_all() -> None:
-    import tiny_gpt
-    import torch.distributed as dist
-
     run = about_to_move()
     states = []
     for optimizer in tiny_gpt.moe_layers(run.chunks)[0].prefetcher.detector.optimizers():
@@ -166,9 +148,6 @@ def test_a_state_that_cannot_move_on_one_rank_is_an_error_on_all() -> None:
 
 def moved_differently(order_of: Callable[[Any], Any]) -> Any:
     """A run in which homes have moved, and on rank 1 those of the first layer are as ``order_of`` its state says."""
-    import tiny_gpt
-    import torch.distributed as dist
-
     run = about_to_move()
     run.step(3)
     assert homes_of(run).are_moved
@@ -182,10 +161,6 @@ def moved_differently(order_of: Callable[[Any], Any]) -> Any:
 @ranks(2)
 def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:
     """Somebody stops all ranks while they write, and their loop catches it and saves, or goes on."""
-    from unittest import mock
-
-    from megatron_hecate.homes.exchange import Relocation
-
     run = about_to_move()
     if back:
         run.step(3)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import operators_on_cpu
 import pytest
+import tiny_gpt
 import torch
 from ranks import ranks
 
@@ -20,12 +22,7 @@ from ranks import ranks
 )
 @ranks(2, preload="te")
 def test_offloaded_experts(modules: list[str]) -> None:
-    import operators_on_cpu
-    import te_on_cpu
-
-    te_on_cpu.install()
     operators_on_cpu.install()
-    import tiny_gpt
     from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
 
     tiny_gpt.install_fused_wgrad()  # for the attention

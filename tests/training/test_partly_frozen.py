@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import loops
 import pytest
+import tiny_gpt
 import torch
 from layouts import BIAS, MOE
 from quick import quick
@@ -97,21 +99,15 @@ def test_sequential_experts(name: str) -> None:
 @pytest.mark.parametrize("name", quick(GROUPED, ["first-of-each-rank"]))
 @ranks(2, preload="te")
 def test_grouped_experts(name: str) -> None:
-    import te_on_cpu
-
-    te_on_cpu.install()
     _compare(name, GROUPED[name], grouped=True)
 
 
 def _compare(name: str, case: Case, *, grouped: bool) -> None:
-    import tiny_gpt
-
     if case.fused:
         tiny_gpt.install_fused_wgrad()
     model = dict(case.model)
     settings = (*model.pop("settings", ()), ("gradient_accumulation_fusion", case.fused))
-    tiny = tiny_gpt.Case(skew=4, grouped=grouped, settings=settings, **model)
-    tiny_gpt.initialize(tiny)
+    tiny = tiny_gpt.initialized(skew=4, grouped=grouped, settings=settings, **model)
     stock_losses, stock_grads, stock_params, _ = _train(case, tiny, None)
     losses, grads, params, replicas = _train(case, tiny, tiny_gpt.fssdp_hook(**case.settings))
     assert replicas, f"{name}: nothing was replicated"
@@ -133,14 +129,11 @@ def _compare(name: str, case: Case, *, grouped: bool) -> None:
 
 def _train(case: Case, tiny: Any, hook: Callable | None) -> tuple[Any, list, dict, int]:
     """Losses, main gradients of each step, parameters, and the most replicas of a layer."""
-    import loops
-    import tiny_gpt
-    from megatron.core import parallel_state
 
-    first = parallel_state.get_expert_model_parallel_rank() * (EXPERTS // tiny.ep)
+    first = tiny_gpt.parallel_state.get_expert_model_parallel_rank() * (EXPERTS // tiny.ep)
 
     def freeze(chunks: list, step: int) -> None:
-        for name, p in tiny_gpt._named(chunks):
+        for name, p in tiny_gpt.named_parameters(chunks):
             p.requires_grad_(not case.frozen(step, _expert(name, first), name))
 
     def freeze_and_convert(chunks: list) -> list:
@@ -159,12 +152,12 @@ def _train(case: Case, tiny: Any, hook: Callable | None) -> tuple[Any, list, dic
             loop.finish()
         else:
             losses.append(loop.call(step, 2))
-        grads.append({name: _grad(p) for name, p in tiny_gpt._named(loop.chunks)})
+        grads.append({name: _grad(p) for name, p in tiny_gpt.named_parameters(loop.chunks)})
         if hook is not None:
             for layer in tiny_gpt.moe_layers(loop.chunks):
                 replicas = max(replicas, layer.fssdp.placement.num_replicas)
         loop.update()
-    params = {name: p.detach().clone() for name, p in tiny_gpt._named(loop.chunks)}
+    params = {name: p.detach().clone() for name, p in tiny_gpt.named_parameters(loop.chunks)}
     return torch.tensor(losses), grads, params, replicas
 
 
@@ -188,13 +181,10 @@ def _expert(name: str, first: int) -> int:
 @ranks(2)
 def test_within_an_iteration() -> None:
     """An error: replicas' gradients of the first microbatches would be lost, or come too early."""
-    import loops
-    import tiny_gpt
-
     case = tiny_gpt.initialized(skew=4)
     for first in (True, False):
         loop = loops.Loop(case, tiny_gpt.fssdp_hook())
-        experts = [p for name, p in tiny_gpt._named(loop.chunks) if ".experts." in name]
+        experts = [p for name, p in tiny_gpt.named_parameters(loop.chunks) if ".experts." in name]
         for step in range(2):
             loop.zero()
             loop.call(step, 1)
@@ -237,16 +227,11 @@ REFUSED = {
 @ranks(2, preload="te")
 def test_mixtures_that_a_grouped_gemm_cannot_compute() -> None:
     """One error on all ranks, also on those with no frozen expert."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import tiny_gpt
-
     tiny_gpt.install_fused_wgrad()
     tiny_gpt.initialize(tiny_gpt.Case())
     for frozen, fused, message in REFUSED.values():
         tiny = tiny_gpt.Case(
-            skew=4, grouped=True, settings=(("gradient_accumulation_fusion", fused),)
+            skew=4, grouped=True, settings=dict(gradient_accumulation_fusion=fused)
         )
         with pytest.raises(ValueError, match=message):
             _train(Case(frozen), tiny, tiny_gpt.fssdp_hook())

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_gpt
 import torch
 import torch.distributed as dist
 import training_with_moves
 from ranks import ranks
 from rehoming_hooks import rehoming_hook
 
+from megatron_hecate.homes.planner import HomeSearch
 from megatron_hecate.plan import Placement
 from megatron_hecate.record.run_folder import read
 from megatron_hecate.tools.run import Run
@@ -25,10 +27,8 @@ from megatron_hecate.tools.run import Run
 @ranks(4)
 def test_gradients_are_clipped_by_their_norm() -> None:
     """It is summed in the order of places, so that not all bits are those of stock (`test_layouts`)."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(
-        distributed_optimizer=True, overlap=True, accumulate=2, optimizer=(("clip_grad", 0.1),)
+        distributed_optimizer=True, overlap=True, accumulate=2, optimizer=dict(clip_grad=0.1)
     )
     stock = tiny_gpt.train(case, steps=8)
     assert min(stock.grad_norms) > 0.1
@@ -50,8 +50,6 @@ def _rotated(look: int, num_experts: int) -> np.ndarray:
 @ranks(4)
 def test_all_experts_change_their_rank() -> None:
     """Then once more in rounds of one cycle each."""
-    import tiny_gpt
-
     from megatron_hecate.homes import mover
 
     case = tiny_gpt.initialized(ep=4, distributed_optimizer=True, overlap=True)
@@ -64,8 +62,6 @@ def test_all_experts_change_their_rank() -> None:
 @ranks(2)
 def test_the_homes_that_are_there_already() -> None:
     """Nothing moves where they are found again: the stock dispatcher stays in use."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized()
     stock = tiny_gpt.train(case, steps=5)
     ours = tiny_gpt.train(
@@ -73,16 +69,14 @@ def test_the_homes_that_are_there_already() -> None:
     )
     assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
     layer = tiny_gpt.moe_layers(ours.chunks)[0]
-    mover = layer.prefetcher.rehoming.homes
-    assert mover.received_bytes == 0 and not mover.are_moved
+    homes = layer.prefetcher.rehoming.homes
+    assert homes.received_bytes == 0 and not homes.are_moved
     assert layer.token_dispatcher is layer.fssdp.stock_dispatcher
 
 
 @ranks(2)
 def test_a_record_knows_where_homes_were() -> None:
     """Oracles: the layers' homes after the last iteration; and the record's own loads, by Megatron's order before."""
-
-    import tiny_gpt
 
     case = tiny_gpt.initialized(accumulate=2)
     folder = f"{os.environ['TEST_FOLDER']}/run"
@@ -111,10 +105,7 @@ def test_a_record_knows_where_homes_were() -> None:
 @ranks(4)
 def test_ranks_share_the_search() -> None:
     """Oracle: one rank that looks at all layers by itself."""
-    import tiny_gpt
-
     from megatron_hecate.homes import schedule
-    from megatron_hecate.homes.planner import HomeSearch
 
     looked_at: list[list[int]] = []
     found: list[int] = []

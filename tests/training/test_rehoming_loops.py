@@ -12,8 +12,11 @@ import functools
 from typing import Any
 from unittest import mock
 
+import graphed
+import graphs_on_cpu
 import pytest
 import rehoming_hooks
+import tiny_gpt
 import torch
 import torch.distributed as dist
 import training_with_moves
@@ -25,8 +28,6 @@ pytestmark = pytest.mark.newest
 @pytest.mark.slow
 @ranks(2)
 def test_frozen_experts() -> None:
-    import tiny_gpt
-
     def freeze(chunks: list) -> list:
         for layer in tiny_gpt.moe_layers(chunks):
             layer.experts.requires_grad_(False)
@@ -39,7 +40,6 @@ def test_frozen_experts() -> None:
 @ranks(2)
 def test_experts_of_which_some_are_frozen_stay() -> None:
     """An expert that came to a frozen one's place would learn no more. All ranks say so, whenever it is frozen."""
-    import tiny_gpt
 
     def freeze_one(chunks: list) -> list:
         if dist.get_rank() == 0:
@@ -61,8 +61,6 @@ def test_experts_of_which_some_are_frozen_stay() -> None:
 @ranks(2)
 def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
     """Nothing tells when it steps, as here, nor what it keeps."""
-    import tiny_gpt
-
     from megatron_hecate.step import detect
 
     detect.listen_to_steps = lambda detector: None
@@ -75,9 +73,7 @@ def test_an_optimizer_that_is_not_of_torch_is_refused() -> None:
 @ranks(2)
 def test_evaluation_between_steps() -> None:
     """It computes with homes where they are, before, between and after moves; also right after they were restored."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized(accumulate=2, optimizer=(("clip_grad", 0.0),))
+    case = tiny_gpt.initialized(accumulate=2, optimizer=dict(clip_grad=0.0))
 
     def losses(trained: Any) -> list[float]:
         found = []
@@ -85,12 +81,7 @@ def test_evaluation_between_steps() -> None:
             found.append(trained.step(step))
             if step == 5 and hasattr(tiny_gpt.moe_layers(trained.chunks)[0], "fssdp"):
                 training_with_moves.restore(trained)
-            with tiny_gpt.evaluating(trained.chunks):
-                found.append(
-                    tiny_gpt.run(
-                        case, trained.chunks, 100 + step, num_microbatches=2, forward_only=True
-                    )
-                )
+            found.append(trained.evaluate(step))
         return found
 
     stock = losses(tiny_gpt.train(case, steps=0))
@@ -105,17 +96,14 @@ def test_evaluation_between_steps() -> None:
 def test_no_plan_of_moved_homes_is_repeated_after_they_are_restored() -> None:
     """An iteration without an optimizer step is repeated with its plans, unless the homes are restored in between (a
     checkpoint before the step). Oracle: stock's losses and gradients."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized(accumulate=2, skew=4, optimizer=(("clip_grad", 0.0),))
+    case = tiny_gpt.initialized(accumulate=2, skew=4, optimizer=dict(clip_grad=0.0))
 
     def repeated(trained: Any) -> tuple[list[float], list[torch.Tensor]]:
         losses = [trained.step(step) for step in range(6)]
         is_converted = hasattr(tiny_gpt.moe_layers(trained.chunks)[0], "fssdp")
         for turn in range(2):
-            for chunk in trained.chunks:
-                chunk.zero_grad_buffer()
-            losses.append(tiny_gpt.run(case, trained.chunks, 6, num_microbatches=2))
+            trained.zero()
+            losses.append(trained.call(6, 2))
             if is_converted and not turn:
                 assert rehoming_hooks.homes_of(trained).are_moved
                 training_with_moves.restore(trained)
@@ -132,8 +120,6 @@ def test_no_plan_of_moved_homes_is_repeated_after_they_are_restored() -> None:
 @ranks(2)
 def test_looks_wait_for_the_first_step_in_fp16() -> None:
     """The loss's scale is too large for the first steps, so that there is no state yet when it is time to look."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(
         fp16=True,
         optimizer=(("clip_grad", 0.0), ("initial_loss_scale", 2.0**40), ("hysteresis", 1)),
@@ -159,8 +145,6 @@ def test_looks_wait_for_the_first_step_in_fp16() -> None:
 @ranks(4)
 def test_optimizers_sharded_over_a_part_of_the_ranks() -> None:
     """``num_distributed_optimizer_instances``: several ranks keep the same elements, and all of them change."""
-    import tiny_gpt
-
     torch.cuda.stream = contextlib.nullcontext  # Megatron enters one twice
     instances = dict(num_distributed_optimizer_instances=2)
     case = tiny_gpt.Case(distributed_optimizer=True, overlap=True, ddp=instances)
@@ -174,20 +158,16 @@ def test_optimizers_sharded_over_a_part_of_the_ranks() -> None:
 @ranks(2, preload="te")
 def test_around_cuda_graphs() -> None:
     """Graphs of the router and of what comes before the experts are captured before homes move, and replayed after."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import graphed
-    import graphs_on_cpu
-    import tiny_gpt
-
-    case = tiny_gpt.initialized(accumulate=2, optimizer=(("clip_grad", 0.0),))
+    case = tiny_gpt.initialized(accumulate=2, optimizer=dict(clip_grad=0.0))
     stock = tiny_gpt.train(case, steps=8)
     graphs_on_cpu.install()
     graphed.declare()
-    graphed = dataclasses.replace(case, settings=graphs_on_cpu.transformer_engine(*graphed.SCOPES))
+    with_graphs = graphs_on_cpu.transformer_engine(*graphed.SCOPES)
     ours = graphs_on_cpu.train(
-        graphed, steps=8, eager_steps=2, hook=rehoming_hooks.rehoming_hook(slots=0)
+        dataclasses.replace(case, settings=with_graphs),
+        steps=8,
+        eager_steps=2,
+        hook=rehoming_hooks.rehoming_hook(slots=0),
     )
     graphs_on_cpu.assert_replayed(at_least=1)
     training_with_moves.restore(ours)
@@ -199,9 +179,7 @@ def test_around_cuda_graphs() -> None:
 def test_a_loop_of_its_own() -> None:
     """It makes its optimizer anew, while the old one is still there, and runs the schedule twice before a step: no home
     moves under gradients of a step to come."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized(distributed_optimizer=True, optimizer=(("clip_grad", 0.0),))
+    case = tiny_gpt.initialized(distributed_optimizer=True, optimizer=dict(clip_grad=0.0))
 
     def train(hook: Any) -> tuple[Any, list[float]]:
         trained, losses = tiny_gpt.train(case, steps=2, hook=hook), []

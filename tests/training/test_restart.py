@@ -12,8 +12,12 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import restarts
+import tiny_gpt
 import torch.distributed as dist
 from ranks import ranks
+
+from megatron_hecate.faults import attempt
 
 ATTEMPTS = 3
 
@@ -27,9 +31,6 @@ def _deaths(*, held: bool, stock: bool, points: list[str], times: int) -> Iterat
         points: names in `restarts.POINTS`.
         times: attempts for each point.
     """
-    import restarts
-    import tiny_gpt
-
     case = tiny_gpt.Case(accumulate=2)
     restarts.new_attempt(case)
     expected = tiny_gpt.train(case, steps=restarts.STEPS).losses
@@ -56,8 +57,6 @@ def _deaths(*, held: bool, stock: bool, points: list[str], times: int) -> Iterat
 
 def _check_flat(name: str, first: Any, now: Any) -> None:
     """The threads and groups of the first attempt, and not more than what the point needs."""
-    import restarts
-
     settings = restarts.POINTS[name].settings if name in restarts.POINTS else {}
     more = [
         thread for thread in ("fssdp record",) if thread in now.threads and "record" in settings
@@ -76,10 +75,6 @@ def _check_flat(name: str, first: Any, now: Any) -> None:
 @ranks(2, timeout=200)
 def test_wherever_an_attempt_dies_the_next_one_trains() -> None:
     """Everything of the attempts before is still referenced."""
-    import restarts
-
-    from megatron_hecate.faults import attempt
-
     found = list(_deaths(held=True, stock=False, points=[*restarts.POINTS], times=1))
     for name, left in found:
         _check_flat(name, found[0][1], left)
@@ -98,8 +93,6 @@ def test_wherever_an_attempt_dies_the_next_one_trains() -> None:
 @ranks(2, timeout=600)
 def test_three_attempts_at_each_point() -> None:
     """Threads, groups and memory are flat; what stock Megatron itself leaves behind is left in both."""
-    import restarts
-
     places = [name for name, point in restarts.POINTS.items() if point.stock]
     stock = list(_deaths(held=False, stock=True, points=places, times=ATTEMPTS))
     ours = []

@@ -6,6 +6,7 @@ Oracle: as there. The transport ``nvlink`` runs its kernels' host build.
 from __future__ import annotations
 
 import pytest
+import tiny_gpt
 from quick import quick
 from ranks import ranks
 from shared_gpu_cases import compare
@@ -18,7 +19,5 @@ NAMES = ["layouts tp2", "settings capacity-padded", "schedules delayed-overlap",
 @pytest.mark.parametrize("name", quick(NAMES, ["layouts tp2", "life checkpoints"]))
 @ranks(4, preload="te", timeout=300)
 def test_a_case(name: str) -> None:
-    import tiny_gpt
-
     tiny_gpt.install_fused_wgrad()
     compare(*name.split())

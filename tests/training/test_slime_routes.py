@@ -20,10 +20,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import replayed_routes
+import tiny_gpt
 import torch
 import torch.distributed as dist
 from layouts import FULL
 from ranks import ranks
+
+from megatron_hecate.record.metrics import layer_metrics
 
 EXPERTS, LAYERS = 8, 2
 ROLLOUTS, STEPS, MICROBATCHES = 2, 2, 3  # steps of a rollout, microbatches of a step
@@ -131,15 +134,13 @@ def train(case: Any, framework: Any, *, has_lazy_rank: bool = False, **settings:
 
     Rank 1 may have a tensor of the first microbatch of a step only.
     """
-    import tiny_gpt
-    from megatron.core import parallel_state
 
     hook = tiny_gpt.fssdp_hook(**settings) if settings else None
     run = tiny_gpt.train(case, steps=0, hook=hook)
     routers = [layer.router for layer in tiny_gpt.moe_layers(run.chunks)]
     for router in routers:
         framework.attach(router)
-    rank = parallel_state.get_data_parallel_rank()
+    rank = tiny_gpt.parallel_state.get_data_parallel_rank()
     for rollout in range(ROLLOUTS):
         forwards = range(rollout * STEPS * case.accumulate, (rollout + 1) * STEPS * case.accumulate)
         for forward in forwards:
@@ -148,8 +149,7 @@ def train(case: Any, framework: Any, *, has_lazy_rank: bool = False, **settings:
                 is_lazy = has_lazy_rank and rank and forward % case.accumulate
                 router.routing_replay.record(Lazy(routes) if is_lazy else routes)
         framework.stage = "replay_forward"
-        with tiny_gpt.evaluating(run.chunks):
-            tiny_gpt.run(case, run.chunks, 0, num_microbatches=case.accumulate, forward_only=True)
+        run.evaluate(0, case.accumulate)
         for router in routers:
             router.routing_replay.clear_forward()
         framework.stage = "replay_backward"
@@ -163,8 +163,6 @@ def train(case: Any, framework: Any, *, has_lazy_rank: bool = False, **settings:
 
 def set_stage_in_forward(framework: Any) -> None:
     """Have training forwards replay forwards; around them the stage is that of recomputation."""
-    import tiny_gpt
-
     original = tiny_gpt.forward_step
 
     def forward_step(*args: Any, **settings: Any) -> Any:
@@ -187,10 +185,6 @@ def test_plans_are_made_for_the_replayed_routes(
     kind: type[Slime], lifetime: str, megatron: dict
 ) -> None:
     """From the first step on, and with lifetime ``iteration`` for the sum of all microbatches of the step."""
-    import tiny_gpt
-
-    from megatron_hecate.record.metrics import layer_metrics
-
     case = tiny_gpt.initialized(accumulate=MICROBATCHES, settings=megatron)
     framework = kind()
     set_stage_in_forward(framework)
@@ -216,8 +210,6 @@ def test_plans_are_made_for_the_replayed_routes(
 @ranks(2)
 def test_ranks_that_know_different_numbers_of_microbatches_plan_alike() -> None:
     """Rank 0 knows three microbatches of the first step and rank 1 one: of 3 microbatches 2 are known on average."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(accumulate=MICROBATCHES)
     framework = Slime()
     set_stage_in_forward(framework)

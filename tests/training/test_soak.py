@@ -14,9 +14,14 @@ import random
 from pathlib import Path
 from typing import Any
 
+import checkpoints
+import psutil
 import pytest
+import restarts
+import tiny_gpt
 import torch.distributed as dist
 from ranks import ranks
+from rehoming_hooks import rehoming_hook
 
 ITERATIONS = 100
 # An attempt has 50 iterations and a checkpoint after every 20th: the next one begins 10 iterations back.
@@ -37,9 +42,6 @@ class Held:
 
 
 def _held() -> Held:
-    import psutil
-    import restarts
-
     gc.collect()
     left = restarts.left()
     resident = psutil.Process().memory_info().rss
@@ -60,10 +62,6 @@ class _Soak:
         self._random = random.Random(7)
 
     def train(self) -> None:
-        import checkpoints
-        import restarts
-        import tiny_gpt
-
         saved: Path | None = None
         begin = 0
         while begin < ITERATIONS:
@@ -84,43 +82,23 @@ class _Soak:
 
     def _disturbed_step(self, run: Any, iteration: int) -> float:
         """Train one iteration, perhaps after one that an exception breaks off; returns the loss."""
-        import restarts
-        import tiny_gpt
-
         what = self._random.choice(DISTURBANCES)
         count = self._random.randint(1, 3) if what == "microbatches" else 2
         tiny_gpt.set_num_microbatches(self.case, count)
         layer = tiny_gpt.moe_layers(run.chunks)[iteration % 2]
         if what == "evaluation":
-            with tiny_gpt.evaluating(run.chunks):
-                self._pass(run, iteration, 1, forward_only=True)
+            run.evaluate(iteration, 1)
         elif what in ("forward", "backward"):
             if what == "forward":
-                hook = layer.router.register_forward_hook(restarts._fail)
+                hook = layer.router.register_forward_hook(restarts.fail)
             else:
-                hook = layer.register_full_backward_hook(restarts._fail)
+                hook = layer.register_full_backward_hook(restarts.fail)
             with pytest.raises(restarts.DeathError):
-                self._pass(run, iteration, count)
+                run.step(iteration, count)
             hook.remove()
-        loss = self._pass(run, iteration, count)
-        updated, _, _ = run.optimizer.step()
-        assert updated
-        for layer in tiny_gpt.moe_layers(run.chunks):
-            if hasattr(layer, "fssdp"):
-                self.replicas = max(self.replicas, layer.fssdp.placement.num_replicas)
+        loss = run.step(iteration, count)
+        self.replicas = max(self.replicas, run.replicas)
         return loss
-
-    def _pass(self, run: Any, iteration: int, count: int, *, forward_only: bool = False) -> float:
-        """Run so many microbatches, from zero gradients on; returns the loss."""
-        import tiny_gpt
-
-        if not forward_only:
-            for chunk in run.chunks:
-                chunk.zero_grad_buffer()
-            run.optimizer.zero_grad()
-        return tiny_gpt.run(
-            self.case, run.chunks, iteration, num_microbatches=count, forward_only=forward_only
-        )
 
 
 @pytest.mark.slow
@@ -128,9 +106,6 @@ class _Soak:
 def test_a_long_disturbed_run_is_stocks_and_holds_no_more() -> None:
     """Homes move every 3 iterations. Stock Megatron itself keeps the models and files of attempts before: FSSDP may
     keep as much, by group for files, since homes that move have groups of their own."""
-    import tiny_gpt
-    from rehoming_hooks import rehoming_hook
-
     case = tiny_gpt.Case(accumulate=2, distributed_optimizer=True)
     record = f"{os.environ['TEST_FOLDER']}/run"
     stock = _Soak(case, None, Path("stock"))

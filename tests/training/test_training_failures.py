@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_gpt
 import torch
 import torch.distributed as dist
 from ranks import ranks
@@ -23,15 +24,13 @@ from megatron_hecate.comm.collectives import TransferError
 
 @ranks(2)
 def test_gradients_that_nobody_reduced_are_an_error() -> None:
-    import tiny_gpt
-
     case = tiny_gpt.initialized(accumulate=2)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
     config = run.chunks[0].config
     config.finalize_model_grads_func, config.no_sync_func = None, contextlib.nullcontext
-    run.chunks[0].zero_grad_buffer()
+    run.zero()
     with run.chunks[0].no_sync():
-        tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
+        run.call(2, 2)
         # at the end of ``no_sync`` they return
         with pytest.raises(
             RuntimeError, match=r"FusedAdam steps while gradients .* finish_grad_sync"
@@ -41,8 +40,6 @@ def test_gradients_that_nobody_reduced_are_an_error() -> None:
 
 def _spoil_gradients(chunks: list, value: float, *, times: int) -> list[int]:
     """Plant ``value`` in the gradient of a replica when it is about to return, so often; returns how often it was."""
-    import tiny_gpt
-
     planted = [0]
 
     def plant(what: str, plan: object, slots: list, label: str) -> None:
@@ -57,8 +54,6 @@ def _spoil_gradients(chunks: list, value: float, *, times: int) -> list[int]:
 @ranks(2)
 def test_bad_gradients_of_a_replica_reach_megatrons_own_check() -> None:
     """Stock Megatron stops on a NaN gradient (check_for_nan_in_grad); a replica's must arrive there, at its home."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized()
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
     planted = _spoil_gradients(run.chunks, float("nan"), times=100)
@@ -79,17 +74,13 @@ def test_bad_gradients_of_a_replica_reach_megatrons_own_check() -> None:
 @ranks(2)
 def test_overflow_in_a_replica_skips_the_step_as_in_stock() -> None:
     """fp16 with loss scaling: an infinity in a replica's gradient makes Megatron skip the step on all ranks."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(fp16=True, accumulate=2)
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
     before = {name: p.detach().clone() for name, p in run.chunks[0].named_parameters()}
     scale = float(run.optimizer.get_loss_scale())
     planted = _spoil_gradients(run.chunks, float("inf"), times=1)
-    for chunk in run.chunks:
-        chunk.zero_grad_buffer()
-    run.optimizer.zero_grad()
-    tiny_gpt.run(case, run.chunks, 2, num_microbatches=2)
+    run.zero()
+    run.call(2, 2)
     updated, _, _ = run.optimizer.step()
     count = torch.tensor(float(planted[0]))
     torch.distributed.all_reduce(count)
@@ -114,8 +105,6 @@ def test_overflow_in_a_replica_skips_the_step_as_in_stock() -> None:
 def test_a_peer_that_dies_in_training_is_named(when: str, message: str) -> None:
     """Fetches run in the background, so whatever a layer waits for first names the dead peer's layer and ranks."""
 
-    import tiny_gpt
-
     case = tiny_gpt.initialized()
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(timeout=10))
     assert run.replicas > 0
@@ -139,8 +128,6 @@ def test_a_peer_that_dies_in_training_is_named(when: str, message: str) -> None:
 @ranks(2)
 def test_a_peer_that_sleeps_in_training_is_named() -> None:
     """In the exchange of loads, which is a collective of the group: the layer and the ranks are named."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized()
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(timeout=2))
     assert run.replicas > 0
@@ -158,7 +145,6 @@ def test_a_peer_that_sleeps_in_training_is_named() -> None:
 @ranks(2)
 def test_checkpointing_that_hides_forwards_is_an_error() -> None:
     """A checkpoint of one's own, whose first pass nothing tells from evaluation."""
-    import tiny_gpt
 
     class OwnCheckpoint(torch.autograd.Function):
         @staticmethod

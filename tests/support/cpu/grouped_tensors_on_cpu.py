@@ -69,7 +69,7 @@ def _grouped_gemm(
     biases = None if bias is None else bias.rowwise_data.view(b.num_tensors, -1)
     for i, (left, right, result) in enumerate(zip(lefts, _parts(b), results, strict=True)):
         value = tex_on_cpu.product(left, transa, right, transb)
-        tex_on_cpu._write(result, value if biases is None else value + biases[i], accumulate)
+        tex_on_cpu.write(result, value if biases is None else value + biases[i], accumulate)
 
 
 def _dbias(dy: Tensor, offsets: Tensor, groups: int) -> Tensor:

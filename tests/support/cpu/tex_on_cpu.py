@@ -104,7 +104,7 @@ def product(a: Any, transa: bool, b: Any, transb: bool) -> Tensor:
     return (b.t() if transb else b) @ (a.t() if transa else a)
 
 
-def _write(out: Tensor, value: Tensor, accumulate: bool) -> None:
+def write(out: Tensor, value: Tensor, accumulate: bool) -> None:
     if accumulate:
         out.add_(value.to(out.dtype))
     else:
@@ -136,7 +136,7 @@ def te_general_grouped_gemm(
         value = product(x, transa, y, transb)
         if own_bias.numel() and not grad:
             value = value + own_bias
-        _write(part, value, accumulate)
+        write(part, value, accumulate)
         if own_bias.numel() and grad:
             own_bias.copy_(y.sum(dim=0))
     return bias
@@ -162,7 +162,7 @@ def generic_gemm(
         shape = (*b.shape[:-1], value.shape[-1]) if not transb else value.shape
         dtype = value.dtype if out_dtype is None else TORCH[DType(out_dtype)]
         return value.to(dtype).reshape(shape), bias_grad, None, None
-    _write(out, value.reshape(out.shape), accumulate)
+    write(out, value.reshape(out.shape), accumulate)
     return out, bias_grad, None, None
 
 

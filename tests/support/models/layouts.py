@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import quantized
+
 SHARDED = dict(distributed_optimizer=True, overlap=True)
 PIPELINE = dict(pp=2, accumulate=4)
 INTERLEAVED = dict(pp=2, vpp=2, accumulate=4)
@@ -79,8 +81,6 @@ class Layout:
     @property
     def packages(self) -> str | None:
         """What its ranks have imported when they start (`ranks.ranks`)."""
-        import quantized
-
         if self.experts == "sequential":
             return "megatron"
         if self.experts == "grouped by the oldest":

@@ -8,7 +8,6 @@ log-probability passes, reference weights copied in and out), sharpness-aware mi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -27,38 +26,12 @@ import megatron_hecate
 STEPS = 4
 
 
-@dataclasses.dataclass
-class Loop:
-    """A model with its optimizer, and the operations that loops are made of."""
-
-    case: tiny_gpt.Case
-    hook: Callable[[list], list] | None
-    config: Any = None  # of another model, where two share it
-    chunks: list = dataclasses.field(init=False)
-    optimizer: Any = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        chunks, config = tiny_gpt.build(self.case, self.hook, self.config)
-        self.chunks, self.optimizer = tiny_gpt.wrap(self.case, chunks, config)
-
-    @property
-    def params(self) -> list[torch.nn.Parameter]:
-        return [p for chunk in self.chunks for p in chunk.parameters()]
+class Loop(tiny_gpt.Model):
+    """Further operations that loops are made of."""
 
     @property
     def buffers(self) -> list[Any]:
         return [b for chunk in self.chunks for b in chunk.buffers + chunk.expert_parallel_buffers]
-
-    def zero(self) -> None:
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-
-    def call(self, step: int, microbatches: int, *, forward_only: bool = False) -> float:
-        """One call of Megatron's schedule; returns the mean loss."""
-        return tiny_gpt.run(
-            self.case, self.chunks, step, num_microbatches=microbatches, forward_only=forward_only
-        )
 
     def reports(self, step: int, forward_step: Callable, microbatches: int) -> list[float]:
         """One call of Megatron's schedule with a ``forward_step`` of the loop's own; returns the losses."""
@@ -73,47 +46,29 @@ class Loop:
         )
         return [float(report["lm loss"][0]) for report in reports]
 
-    def forward(self, step: int, index: int) -> torch.Tensor:
-        """One forward outside of any schedule; returns the mean loss of this rank."""
-        data = iter([tiny_gpt.batch(self.case, step, index)])
-        output, loss_func = tiny_gpt.forward_step(data, self.chunks[0], case=self.case)
-        loss, count, _ = loss_func(output)
-        return loss / count
-
-    def finish(self) -> None:
-        for chunk in self.chunks:
-            chunk.finish_grad_sync()
-
-    def update(self) -> None:
-        assert self.optimizer.step()[0]
-
-    def evaluate(self, step: int) -> None:
-        with tiny_gpt.evaluating(self.chunks):
-            self.call(100 + step, 2, forward_only=True)
-
     def scale(self, factor: float, how: str = "data") -> None:
         """Change all weights in place; only where ``how`` is "in place" do tensors' version counters show it."""
         with torch.no_grad():
             if how == "in place":
-                for p in self.params:
+                for p in self.parameters:
                     p.mul_(factor)
             elif how == "buffer" and any(b.param_data is not None for b in self.buffers):
                 for buffer in self.buffers:
                     buffer.param_data.mul_(factor)
             elif how == "foreach":
-                torch._foreach_mul_([p.data for p in self.params], factor)
+                torch._foreach_mul_([p.data for p in self.parameters], factor)
             else:
-                for p in self.params:
+                for p in self.parameters:
                     p.data.mul_(factor)
 
     @contextlib.contextmanager
     def scaled(self, factor: float, how: str = "data") -> Iterator[None]:
         """Other weights in the block, the same ones after it."""
-        kept = [p.detach().clone() for p in self.params]
+        kept = [p.detach().clone() for p in self.parameters]
         self.scale(factor, how)
         yield
         with torch.no_grad():
-            for p, weight in zip(self.params, kept, strict=True):
+            for p, weight in zip(self.parameters, kept, strict=True):
                 p.data.copy_(weight)
 
 
@@ -346,10 +301,10 @@ def gradients_scaled_by_hand(loop: Loop, step: int) -> list[float]:
     """``main_grad`` is scaled inside ``no_sync`` and right after it."""
     with loop.chunks[0].no_sync():
         losses = [backward(loop, 50 + step, 0)]
-        for p in loop.params:
+        for p in loop.parameters:
             p.main_grad.mul_(0.1)
         losses.append(backward(loop, 80 + step, 0))
-    for p in loop.params:
+    for p in loop.parameters:
         p.main_grad.mul_(0.1)
     return [*losses, backward(loop, step, 0)]
 
@@ -357,7 +312,7 @@ def gradients_scaled_by_hand(loop: Loop, step: int) -> list[float]:
 def gradients_of_a_call_scaled_by_hand(loop: Loop, step: int) -> list[float]:
     with _streaming(loop), loop.chunks[0].no_sync():
         loss = loop.call(50 + step, 2)
-    for p in loop.params:
+    for p in loop.parameters:
         p.main_grad.mul_(0.1)
     return [loss, loop.call(step, 2)]
 
@@ -586,12 +541,13 @@ def train_pattern(
     computed = torch.zeros(1)
     loop = Loop(case, hook and tiny_gpt.counting_hook(hook, computed))
     losses = pattern(loop)
-    if case.overlap and case.distributed_optimizer:
-        for chunk in loop.chunks:
-            if hasattr(chunk, "start_param_sync"):
-                chunk.start_param_sync(force_sync=True)
+    loop.gather()
     dist.all_reduce(computed)
-    return losses, {n: p.detach().clone() for n, p in tiny_gpt._named(loop.chunks)}, int(computed)
+    return (
+        losses,
+        {n: p.detach().clone() for n, p in tiny_gpt.named_parameters(loop.chunks)},
+        int(computed),
+    )
 
 
 def assert_equal(stock: tuple, ours: tuple, name: str) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from megatron_hecate.homes.planner import Choice, HomeAssignment, HomeSearch
+
 
 def wanted_at(look: int, num_experts: int) -> np.ndarray:
     """[E] the order of homes from a look on: another one each time, in which experts of all ranks change places."""
@@ -15,7 +17,6 @@ def wanted_at(look: int, num_experts: int) -> np.ndarray:
 def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
     """From here on each look of this process finds what ``orders`` gives, for 100 times the layer plus the look."""
     from megatron_hecate.homes import schedule
-    from megatron_hecate.homes.planner import Choice, HomeAssignment, HomeSearch
 
     looks = 0
 

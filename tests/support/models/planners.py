@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_hecate.plan import CopyCost, plan_replicas
+
 
 def no_replicas(forecast: Any, homes: Any, world: Any, **settings: Any) -> Any:
     """Stands in for `plan_replicas`."""
@@ -13,8 +15,6 @@ def no_replicas(forecast: Any, homes: Any, world: Any, **settings: Any) -> Any:
 
 def coldest_experts(forecast: Any, homes: Any, world: Any, **settings: Any) -> Any:
     """Stands in for `plan_replicas`: the coldest experts in every slot."""
-    from megatron_hecate.plan import CopyCost, plan_replicas
-
     return plan_replicas(forecast.max() - forecast, homes, world, cost=CopyCost())
 
 

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import quantizers_on_cpu
+import te_on_cpu
+import tiny_gpt
+
 RECIPES = ("mxfp8", "tensorwise", "tensorwise-blackwell", "blockwise", "nvfp4")
 
 
@@ -32,15 +36,10 @@ def case_of(
         exact: whether weights alone are quantized.
         version: of TransformerEngine.
     """
-    import quantizers_on_cpu
-    import te_on_cpu
-
     name, _, _ = recipe.partition("-")
     te_on_cpu.install(version, packages=packages(recipe))
     quantizers_on_cpu.install()
     quantizers_on_cpu.exact_activations = exact
-    import tiny_gpt
-
     settings: dict[str, Any] = (
         dict(fp4="e2m1") if name == "nvfp4" else dict(fp8="hybrid", fp8_recipe=name)
     )
@@ -65,8 +64,6 @@ def case_of(
 
 def fuse_wgrad(chunks: list) -> list:
     """Have weight gradients go straight into main gradients, as in every recipe."""
-    import tiny_gpt
-
     for layer in tiny_gpt.moe_layers(chunks):
         layer.experts.linear_fc1.fuse_wgrad_accumulation = True
         layer.experts.linear_fc2.fuse_wgrad_accumulation = True
@@ -75,6 +72,4 @@ def fuse_wgrad(chunks: list) -> list:
 
 def hook_of(**settings: Any) -> Callable[[list], list]:
     """FSSDP in such a model."""
-    import tiny_gpt
-
     return lambda chunks: tiny_gpt.fssdp_hook(**settings)(fuse_wgrad(chunks))

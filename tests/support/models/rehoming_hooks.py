@@ -7,19 +7,20 @@ from collections.abc import Callable
 from typing import Any
 
 import moved_homes
+import tiny_gpt
+import torch
+import torch.distributed as dist
 
 
 def hashes(run: Any) -> dict[str, str]:
     """Of every parameter of the job, and of moments, under the expert's own number. Experts of this rank are whole, so
     that a shard of the distributed optimizer begins where its parameter does."""
-    import tiny_gpt
-    import torch
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
     numbers = {}
     for layer in tiny_gpt.moe_layers(run.chunks):
-        rank, count = parallel_state.get_expert_model_parallel_rank(), layer.num_local_experts
+        rank, count = (
+            tiny_gpt.parallel_state.get_expert_model_parallel_rank(),
+            layer.num_local_experts,
+        )
         places = range(rank * count, (rank + 1) * count)
         if hasattr(layer, "fssdp"):
             places = layer.fssdp.homes.table[rank, :count].tolist()
@@ -49,8 +50,6 @@ def hashes(run: Any) -> dict[str, str]:
 
 
 def homes_of(run: Any) -> Any:
-    import tiny_gpt
-
     return tiny_gpt.moe_layers(run.chunks)[0].prefetcher.rehoming.homes
 
 
@@ -58,7 +57,5 @@ def rehoming_hook(
     orders: Callable = moved_homes.wanted_at, **settings: Any
 ) -> Callable[[list], list]:
     """FSSDP that looks for homes at every iteration, and finds those that ``orders`` gives."""
-    import tiny_gpt
-
     moved_homes.find(orders)
     return tiny_gpt.fssdp_hook(**{"rehome": 3, **settings})

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import tiny_gpt
 import torch
 
 EXPERTS, TOKENS = 8, 32  # of a microbatch and rank, as `tiny_gpt.Case` has them
@@ -34,8 +35,6 @@ def count(step: int, microbatches: range, layer: int, num_ranks: int) -> np.ndar
 def replay(accumulate: int, *, then_backward: bool = True, actions: Any = None) -> None:
     """Have every forward of `tiny_gpt` replay routes as training loops for RL do: set right before the forward of each
     microbatch, and replayed once more where the backward computes it again."""
-    import tiny_gpt
-    from megatron.core import parallel_state
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
     actions = actions or RouterReplayAction
@@ -48,7 +47,7 @@ def replay(accumulate: int, *, then_backward: bool = True, actions: Any = None) 
                 number // accumulate,
                 number % accumulate,
                 layer.layer_number - 1,
-                parallel_state.get_data_parallel_rank(),
+                tiny_gpt.parallel_state.get_data_parallel_rank(),
             )
             layer.router.router_replay.set_target_indices(routes)
             layer.router.router_replay.set_router_replay_action(actions.REPLAY_FORWARD)
@@ -74,15 +73,10 @@ def note_forecasts(found: list[np.ndarray]) -> None:
 
 def train_steps(case: Any, steps: int, **settings: Any) -> Any:
     """Train step by step; the first step as all others."""
-    import tiny_gpt
-
     run = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(**settings) if settings else None)
     for step in range(steps):
         run.step(step)
-    if case.overlap and case.distributed_optimizer:
-        for chunk in run.chunks:
-            chunk.start_param_sync(force_sync=True)
-    run.read_params()
+    run.gather_params()
     return run
 
 

@@ -8,6 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_hecate.plan import Placement, World
+from megatron_hecate.routing.rerouter import Rerouter
+from megatron_hecate.routing.tables import GroupShape
+from megatron_hecate.tools.quotas import quotas_of_all
+
 TOKENS = 50
 
 EXPERTS = 8
@@ -19,8 +24,6 @@ TOP = 3
 
 def some_placement(rng: np.random.Generator, seed: int) -> Any:
     """Up to 14 replicas at random places, three slots per rank."""
-    from megatron_hecate.plan import Placement
-
     homes = Placement.initial(EXPERTS, RANKS, num_slots=3)
     pairs = [(e, r) for e in range(EXPERTS) for r in range(RANKS) if homes.home[e] != r]
     rng.shuffle(pairs)
@@ -43,11 +46,6 @@ def some_routing_map(rng: np.random.Generator, hot: int, *, tokens: int = TOKENS
 
 def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = (TOKENS,)) -> None:
     """Compare with the loop, for all sources in turn, which have so many ``tokens`` each, repeated."""
-    from megatron_hecate.plan import World
-    from megatron_hecate.routing.rerouter import Rerouter
-    from megatron_hecate.routing.tables import GroupShape
-    from megatron_hecate.tools.quotas import quotas_of_all
-
     rng = np.random.default_rng(seed)
     placement, world, sources = some_placement(rng, seed), World((0, 0, 1, 1)), RANKS * tp_size
     maps = [some_routing_map(rng, seed, tokens=tokens[n % len(tokens)]) for n in range(sources)]

@@ -115,20 +115,20 @@ def attempt(case: tiny_gpt.Case, hook: Hook, point: Point) -> tuple[list[float],
     raise AssertionError("the attempt did not die")
 
 
-def _fail(*_: Any, **__: Any) -> None:
+def fail(*_: Any, **__: Any) -> None:
     raise DeathError
 
 
 def in_forward(run: Any) -> None:
-    tiny_gpt.moe_layers(run.chunks)[1].router.register_forward_hook(_fail)
+    tiny_gpt.moe_layers(run.chunks)[1].router.register_forward_hook(fail)
 
 
 def in_backward(run: Any) -> None:
-    tiny_gpt.moe_layers(run.chunks)[0].register_full_backward_hook(_fail)
+    tiny_gpt.moe_layers(run.chunks)[0].register_full_backward_hook(fail)
 
 
 def before_step(run: Any) -> Any:
-    return mock.patch.object(run.optimizer, "step", _fail)
+    return mock.patch.object(run.optimizer, "step", fail)
 
 
 def in_transfer(run: Any, name: str) -> None:
@@ -147,13 +147,13 @@ def in_transfer(run: Any, name: str) -> None:
 
 def in_wait(run: Any) -> Any:
     """All wait for a transfer, as where nvidia-resiliency-ext injects an error into the training thread."""
-    return mock.patch.object(Transfer, "wait", _fail)
+    return mock.patch.object(Transfer, "wait", fail)
 
 
 def while_homes_move(run: Any) -> Any:
     from megatron_hecate.homes.exchange import Relocation
 
-    return mock.patch.object(Relocation, "write", _fail)
+    return mock.patch.object(Relocation, "write", fail)
 
 
 def while_saving(run: Any) -> None:
@@ -167,7 +167,7 @@ def while_saving(run: Any) -> None:
 
 def before_the_first_forward(run: Any) -> None:
     """DDP has wrapped the model."""
-    _fail()
+    fail()
 
 
 def ask_more(run: Any) -> None:
@@ -178,7 +178,7 @@ def ask_more(run: Any) -> None:
         for what in ("question", "model", "clock"):
             Attempt.current().count(what)
         tiny_gpt.moe_layers(run.chunks)[0].fssdp.transport.next_tag()
-    _fail()
+    fail()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,11 @@ from typing import Any
 
 import layouts
 import pytest
+import restarts
+import tiny_gpt
 import torch
+import torch.distributed as dist
+import training_with_moves
 from layouts import DELAYED, FULL, MOE, MTP
 from layouts import FUSED_WGRAD as FUSED
 
@@ -118,8 +122,6 @@ def compare(group: str, name: str) -> None:
     Raises:
         AssertionError: when they differ, or no replica computed a token.
     """
-    import tiny_gpt
-
     fields, settings, hecate = CASES[group][name]
     fields = dict(ep=RANKS, grouped=True, seq=64, micro_batch=4) | fields
     case = tiny_gpt.initialized(**fields, settings={**SIZES, **settings})
@@ -129,9 +131,6 @@ def compare(group: str, name: str) -> None:
 
 def compare_replicas(name: str, case: Any, settings: dict[str, Any]) -> None:
     """Compare FSSDP without replicas, and with replicas by both transports; print a row of a table."""
-    import tiny_gpt
-    import torch.distributed as dist
-
     stock = tiny_gpt.train(case)
     none = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=0))
     without = tiny_gpt.difference(stock, none)
@@ -155,8 +154,6 @@ def compare_replicas(name: str, case: Any, settings: dict[str, Any]) -> None:
 
 def _limits(case: Any, stock: Any) -> dict[str, float]:
     """Largest differences of losses and gradients."""
-    import tiny_gpt
-
     # Tokens that meet in a GEMM share scales: what quantization does is the measure.
     if "fp8" in dict(case.settings):
         wide = [
@@ -175,7 +172,6 @@ def _limits(case: Any, stock: Any) -> dict[str, float]:
 
 def compare_checkpoints(name: str, case: Any, settings: dict[str, Any]) -> None:
     """Stock Megatron loads FSSDP's checkpoint, and FSSDP stock's; both go on alike."""
-    import tiny_gpt
     from checkpoints import load, save, shared_folder
 
     hook = tiny_gpt.fssdp_hook(**settings)
@@ -192,17 +188,12 @@ def compare_checkpoints(name: str, case: Any, settings: dict[str, Any]) -> None:
 
 def compare_moving_homes(name: str, case: Any, settings: dict[str, Any]) -> None:
     """Experts change homes: bit for bit without replicas, within a tolerance with."""
-    import training_with_moves
-
     for transport in TRANSPORTS:
         training_with_moves.compare(case, transport=transport, **settings)
 
 
 def compare_restart(name: str, case: Any, settings: dict[str, Any]) -> None:
     """Attempts die in a forward and before a step; the next attempt in the same process trains as stock."""
-    import restarts
-    import tiny_gpt
-
     expected = tiny_gpt.train(case, steps=restarts.STEPS).losses
     for transport in TRANSPORTS:
         hook = tiny_gpt.fssdp_hook(transport=transport, **settings)
@@ -225,8 +216,6 @@ LIVES = {
 
 def _main(group: str, names: list[str]) -> None:
     """Run on every rank. A case that fails on all ranks leaves the others their turn."""
-    import torch.distributed as dist
-
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timedelta(seconds=120))
     torch.use_deterministic_algorithms(True, warn_only=True)
     from megatron.core import parallel_state

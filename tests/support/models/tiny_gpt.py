@@ -77,7 +77,7 @@ class Case:
     experts: int = 8
     seq: int = 16
     micro_batch: int = 2  # sequences
-    skew: float = 1.5  # added to the router's logits of the first experts: see `_skew`
+    skew: float = 1.5  # added to the router's logits of the first experts: see `add_skew`
     one_expert: bool = False  # every token goes to expert 0
     grouped: bool = (
         False  # experts are a TEGroupedMLP, over TransformerEngine: call te_on_cpu.install() first
@@ -102,30 +102,6 @@ class Case:
     @property
     def layers(self) -> int:
         return 4 if self.vpp else 2
-
-
-@dataclasses.dataclass
-class Trained:
-    """What a run leaves behind on this rank, by parameter name."""
-
-    losses: list[float]
-    grad_norms: list[float]
-    grads: dict[str, torch.Tensor]
-    params: dict[str, torch.Tensor]
-    replicas: int  # the most that any layer had in any step, on all ranks of its group
-    chunks: list
-    optimizer: Any
-    step: Callable[[int], float]
-    gather: Callable[[], None]
-
-    def gather_params(self) -> None:
-        """Note the parameters after the last step, also where they are gathered in the next forward."""
-        self.gather()
-        self.read_params()
-
-    def read_params(self) -> None:
-        """Note the parameters as they are now."""
-        self.params = {name: p.detach().clone() for name, p in _named(self.chunks)}
 
 
 def initialize(case: Case) -> None:
@@ -247,7 +223,7 @@ def build(
         )
         chunks.append(chunk.cuda())
     for layer in moe_layers(chunks):
-        _skew(layer, case)
+        add_skew(layer, case)
     if hook is not None:
         chunks = hook(chunks)
     return chunks, config
@@ -286,7 +262,7 @@ def moe_layers(chunks: list) -> list[MoELayer]:
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
 
 
-def _skew(layer: MoELayer, case: Case) -> None:
+def add_skew(layer: MoELayer, case: Case) -> None:
     """Make some experts hot, other ones in every layer, so that replicas are worth having."""
     bias = torch.zeros(case.experts, device="cuda")
     if case.one_expert:
@@ -455,6 +431,106 @@ def run(
     return float(total[0] / total[1])
 
 
+@dataclasses.dataclass(eq=False)
+class Model:
+    """The chunks of this rank with their optimizer, and the operations that loops are made of.
+
+    Args:
+        case: for which `initialize` has run.
+        hook: converts the chunks before DDP wraps them.
+        config: of another model, where two share it.
+    """
+
+    case: Case
+    hook: Callable[[list], list] | None = None
+    config: Any = None
+    chunks: list = dataclasses.field(init=False)
+    optimizer: Any = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        chunks, config = build(self.case, self.hook, self.config)
+        self.chunks, self.optimizer = wrap(self.case, chunks, config)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [p for chunk in self.chunks for p in chunk.parameters()]
+
+    def zero(self) -> None:
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+    def call(self, step: int, microbatches: int, *, forward_only: bool = False) -> float:
+        """One call of Megatron's schedule; returns the mean loss."""
+        return run(
+            self.case, self.chunks, step, num_microbatches=microbatches, forward_only=forward_only
+        )
+
+    def forward(self, step: int, index: int) -> torch.Tensor:
+        """One forward outside of any schedule; returns the mean loss of this rank."""
+        data = iter([batch(self.case, step, index)])
+        output, loss_func = forward_step(data, self.chunks[0], case=self.case)
+        loss, count, _ = loss_func(output)
+        return loss / count
+
+    def finish(self) -> None:
+        for chunk in self.chunks:
+            chunk.finish_grad_sync()
+
+    def update(self) -> None:
+        assert self.optimizer.step()[0]
+
+    def evaluate(self, step: int, microbatches: int = 2) -> float:
+        """The mean loss on other data than that of the step."""
+        with evaluating(self.chunks):
+            return self.call(100 + step, microbatches, forward_only=True)
+
+    def gather(self) -> None:
+        """Gather parameters that the next forward would gather."""
+        if self.case.overlap and self.case.distributed_optimizer:
+            for chunk in self.chunks:
+                chunk.start_param_sync(force_sync=True)
+
+
+@dataclasses.dataclass(eq=False)
+class Trained(Model):
+    """A model, and what its steps leave behind on this rank, by parameter name."""
+
+    before_step: Callable[[list, int], None] | None = None
+    losses: list[float] = dataclasses.field(default_factory=list)
+    grad_norms: list[float] = dataclasses.field(default_factory=list)
+    grads: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    params: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    # the most that any layer had in any step, on all ranks of its group
+    replicas: int = 0
+
+    def step(self, index: int, microbatches: int = 0) -> float:
+        """Train a step, of other than the case's ``microbatches`` if there are any; returns the loss."""
+        self.zero()
+        self.losses.append(self.call(index, microbatches or self.case.accumulate))
+        for name, p in named_parameters(self.chunks):
+            if p.requires_grad:
+                self.grads[name] = p.main_grad.detach().clone()
+        if self.before_step is not None:
+            self.before_step(self.chunks, index)
+        updated, norm, _ = self.optimizer.step()
+        assert updated
+        for layer in moe_layers(self.chunks):
+            if hasattr(layer, "fssdp"):
+                self.replicas = max(self.replicas, layer.fssdp.placement.num_replicas)
+        self.grad_norms.append(float(norm))
+        return self.losses[-1]
+
+    def gather_params(self) -> None:
+        """Note the parameters after the last step, also where they are gathered in the next forward."""
+        self.gather()
+        self.read_params()
+
+    def read_params(self) -> None:
+        """Note the parameters as they are now."""
+        self.params = {name: p.detach().clone() for name, p in named_parameters(self.chunks)}
+
+
 def train(
     case: Case,
     *,
@@ -463,36 +539,9 @@ def train(
     before_step: Callable[[list, int], None] | None = None,
 ) -> Trained:
     """Build, convert and train. `initialize` must have run."""
-    chunks, config = build(case, hook)
-    chunks, optimizer = wrap(case, chunks, config)
-
-    def gather() -> None:
-        if case.overlap and case.distributed_optimizer:
-            for chunk in chunks:
-                chunk.start_param_sync(force_sync=True)
-
-    def one_step(index: int) -> float:
-        for chunk in chunks:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        loss = run(case, chunks, index, num_microbatches=case.accumulate)
-        for name, p in _named(chunks):
-            if p.requires_grad:
-                trained.grads[name] = p.main_grad.detach().clone()
-        if before_step is not None:
-            before_step(chunks, index)
-        updated, norm, _ = optimizer.step()
-        assert updated
-        for layer in moe_layers(chunks):
-            if hasattr(layer, "fssdp"):
-                trained.replicas = max(trained.replicas, layer.fssdp.placement.num_replicas)
-        trained.losses.append(loss)
-        trained.grad_norms.append(float(norm))
-        return loss
-
-    trained = Trained([], [], {}, {}, 0, chunks, optimizer, one_step, gather)
+    trained = Trained(case, hook, before_step=before_step)
     for index in range(steps):
-        one_step(index)
+        trained.step(index)
     trained.gather_params()
     return trained
 
@@ -568,7 +617,7 @@ def assert_trained_alike(
     return worst
 
 
-def _named(chunks: list) -> list[tuple[str, torch.nn.Parameter]]:
+def named_parameters(chunks: list) -> list[tuple[str, torch.nn.Parameter]]:
     return [
         (f"{i}.{name}", p) for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
     ]

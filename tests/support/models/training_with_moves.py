@@ -14,6 +14,8 @@ from typing import Any
 
 import moved_homes
 import pytest
+import rehoming_hooks
+import tiny_gpt
 import torch
 import torch.distributed as dist
 from adam_on_cpu import join
@@ -71,9 +73,6 @@ class MovedHomes:
         return cls(case, stock, values, prepare, orders, tolerance, may_be_back)
 
     def train(self, **settings: Any) -> Any:
-        import rehoming_hooks
-        import tiny_gpt
-
         hook = rehoming_hooks.rehoming_hook(self.orders, rehome=LOOKS, **settings)
         trained = tiny_gpt.train(
             self.case, steps=STEPS, hook=lambda chunks: hook(self.prepare(chunks))
@@ -83,8 +82,6 @@ class MovedHomes:
 
     def assert_bitwise(self, **settings: Any) -> None:
         """Without replicas the model is stock's, with the optimizer's state."""
-        import tiny_gpt
-
         ours = self.train(**{**settings, "slots": 0, "late_replicas": 0})
         exact = dict(self.case.settings).get("moe_router_topk", 2) <= 2
         losses = self.stock.losses
@@ -96,8 +93,6 @@ class MovedHomes:
 
     def assert_close(self, **settings: Any) -> Any:
         """With replicas it is stock's within the tolerance."""
-        import tiny_gpt
-
         ours = self.train(**settings)
         assert ours.replicas > 0, "no replica was placed"
         worst = tiny_gpt.difference(self.stock, ours)
@@ -120,8 +115,6 @@ def compare(case: Any, *, prepare: Hook = lambda chunks: chunks, **further: Any)
         prepare: as in `MovedHomes`.
         further: fields of `MovedHomes`, and settings of FSSDP.
     """
-    import tiny_gpt
-
     fields = {name: further.pop(name) for name in FIELDS if name in further}
     case = unclipped(case)
     stock = tiny_gpt.train(case, steps=STEPS, hook=prepare)
@@ -134,8 +127,6 @@ def compare(case: Any, *, prepare: Hook = lambda chunks: chunks, **further: Any)
 def restore(trained: Any, *, may_be_back: bool = False) -> None:
     """Have homes of a trained model where Megatron built them, and note its parameters. Gradients stay where the
     backward left them, under other experts' names, and are not compared."""
-    import tiny_gpt
-
     prefetcher = tiny_gpt.moe_layers(trained.chunks)[0].prefetcher
     homes = prefetcher.rehoming.homes
     received = torch.tensor(homes.received_bytes)

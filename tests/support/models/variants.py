@@ -13,16 +13,30 @@ its gradient or a token lost, or a plan of the forward not that of the backward,
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 from unittest import mock
 
+import flex_backends
+import grouped_tensors_on_cpu
+import operators_on_cpu
 import planners
+import pytest
+import quantized
+import quantizers_on_cpu
+import te_on_cpu
+import tex_on_cpu
+import tiny_gpt
+import tiny_hybrid
+import torch
 import training_with_moves
 from layout_tables import TWICE
 from layouts import DISPATCH, Layout
+
+from megatron_hecate.record.metrics import layer_metrics
 
 STEPS = 3
 ACTIVATIONS = {
@@ -72,8 +86,6 @@ def compare(name: str, layout: Layout, chosen: Iterable[str]) -> dict[str, dict[
     """
     variants = {variant: VARIANTS[variant] for variant in chosen}
     case, prepare = case_of(layout)
-    import tiny_gpt
-
     if any(VARIANTS[variant].moves_homes for variant in layout.names):
         case = training_with_moves.unclipped(case)
     stock = tiny_gpt.train(case, steps=STEPS, hook=prepare)
@@ -81,13 +93,10 @@ def compare(name: str, layout: Layout, chosen: Iterable[str]) -> dict[str, dict[
         _assert_operators(layout, stock)
     _assert_used(layout)
     # Quantized parameters share their bytes with their clones: their values stay what they are now.
-    short = dataclasses.replace(
-        stock,
-        losses=stock.losses.copy(),
-        grad_norms=stock.grad_norms.copy(),
-        grads=stock.grads.copy(),
-        params={name: p.double() for name, p in stock.params.items()},
-    )
+    short = copy.copy(stock)
+    short.losses, short.grad_norms = stock.losses.copy(), stock.grad_norms.copy()
+    short.grads = stock.grads.copy()
+    short.params = {name: p.double() for name, p in stock.params.items()}
     moved = None
     if any(variant.moves_homes for variant in variants.values()):
         moved = training_with_moves.MovedHomes.against(
@@ -123,8 +132,6 @@ def compare(name: str, layout: Layout, chosen: Iterable[str]) -> dict[str, dict[
 
 def case_of(layout: Layout) -> tuple[Any, Callable[[list], list]]:
     """The initialized case of a layout, and what is done with each of its models before FSSDP comes."""
-    import quantized
-
     if layout.experts in quantized.RECIPES:
         case = quantized.case_of(layout.experts, layout.case, layout.model, stored=layout.is_stored)
         return case, quantized.fuse_wgrad
@@ -132,23 +139,15 @@ def case_of(layout: Layout) -> tuple[Any, Callable[[list], list]]:
     is_fused = layout.experts == "operators"
     prepare: Callable[[list], list] = list
     if layout.experts != "sequential":
-        import te_on_cpu
-
         is_oldest = layout.experts == "grouped by the oldest"
         version = te_on_cpu.OLDEST if is_oldest else te_on_cpu.NEWEST
         te_on_cpu.install(version, packages=layout.packages or "te")
     if is_fused:
         _install_operators(settings)
     elif layout.experts == "grouped tensors":
-        import grouped_tensors_on_cpu
-
         grouped_tensors_on_cpu.install()
         prepare = _use_grouped_tensors
-    import tiny_gpt
-
     if "moe_flex_dispatcher_backend" in settings:
-        import flex_backends
-
         flex_backends.install()
         settings = flex_backends.valid(settings)
     if isinstance(settings.get("activation_func"), str):
@@ -158,8 +157,6 @@ def case_of(layout: Layout) -> tuple[Any, Callable[[list], list]]:
         named = {"squared_relu": squared_relu, "quick_gelu": quick_gelu}
         settings["activation_func"] = named[settings["activation_func"]]
     if layout.pattern is not None:
-        import tiny_hybrid
-
         tiny_hybrid.install(*layout.pattern)
     case = tiny_gpt.initialized(
         **layout.case, grouped=layout.experts != "sequential", settings=settings
@@ -171,13 +168,9 @@ def case_of(layout: Layout) -> tuple[Any, Callable[[list], list]]:
 
 def _install_operators(settings: dict[str, Any]) -> None:
     """Have grouped experts made of TransformerEngine's operators, and ask for them in ``settings``."""
-    import operators_on_cpu
-
     settings["use_transformer_engine_op_fuser"] = True
     operators_on_cpu.install()
     if settings.keys() & {"fp8", "fp4"}:
-        import quantizers_on_cpu
-
         quantizers_on_cpu.install()
         quantizers_on_cpu.exact_activations = True
     if "moe_flex_dispatcher_backend" in settings:
@@ -186,8 +179,6 @@ def _install_operators(settings: dict[str, Any]) -> None:
 
 def _use_grouped_tensors(chunks: list) -> list:
     """Keep token counts on the device: Megatron before 0.20 passes counts of the host."""
-    import tiny_gpt
-
     for layer in tiny_gpt.moe_layers(chunks):
         layer.experts.linear_fc1.use_grouped_tensor = True
         layer.experts.linear_fc2.use_grouped_tensor = True
@@ -196,9 +187,6 @@ def _use_grouped_tensors(chunks: list) -> list:
 
 def _assert_operators(layout: Layout, stock: Any) -> None:
     """Stock's experts are operators, with this activation between the two linears."""
-    import operators_on_cpu
-    import tiny_gpt
-
     is_quantized = bool(layout.model.keys() & {"fp8", "fp4"})
     activation = ACTIVATIONS[layout.model.get("activation_func", "silu")]
     operators = operators_on_cpu.of(tiny_gpt.moe_layers(stock.chunks)[0].experts)
@@ -209,13 +197,9 @@ def _assert_operators(layout: Layout, stock: Any) -> None:
 def _assert_used(layout: Layout) -> None:
     """The last training has used the GEMMs and the dispatcher of its layout."""
     if layout.experts.startswith("grouped"):
-        import tex_on_cpu
-
         _assert_gemms(layout, [kind for kind, *_ in tex_on_cpu.GEMMS])
         tex_on_cpu.GEMMS.clear()
     if "moe_flex_dispatcher_backend" in layout.model:
-        import flex_backends
-
         # one buffer for all layers
         assert len(flex_backends.CALLS) == 1, flex_backends.CALLS
         flex_backends.forget()
@@ -233,8 +217,6 @@ def _assert_gemms(layout: Layout, kinds: list[str]) -> None:
 
 def _tolerance(case: Any, layout: Layout) -> float:
     """Of bf16 where activations are rounded to it: stored experts multiply decoded weights, and add biases in bf16."""
-    import tiny_gpt
-
     is_decoded = layout.is_stored or "fp8_param" in layout.model
     if not case.bf16 or (is_decoded and "add_bias_linear" not in layout.model):
         return 1e-5
@@ -262,9 +244,6 @@ class _Shortly:
     fetches: Counter[bool] = dataclasses.field(default_factory=Counter)
 
     def __call__(self, **settings: Any) -> Any:
-        import tiny_gpt
-        import torch
-
         def count(what: str, *_: object) -> None:
             if what == "fetch":
                 self.fetches[torch._C._current_graph_task_id() != -1] += 1
@@ -281,11 +260,6 @@ class _Shortly:
 
     def assert_close(self, stock: Any, ours: Any, variant: Variant) -> dict[str, float]:
         """``ours`` is ``stock``; with replicas, from the second iteration on, up to the order of sums."""
-        import pytest
-        import tiny_gpt
-
-        from megatron_hecate.record.metrics import layer_metrics
-
         if variant.settings.get("slots") == 0:
             worst = tiny_gpt.difference(stock, ours)
             assert worst == tiny_gpt.SAME and ours.grad_norms == stock.grad_norms
