@@ -6,11 +6,11 @@ Oracle: the same model without FSSDP, on the same ranks and data. What this cann
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from typing import Any
 
 import pytest
+import tiny_gpt
 from layouts import BIAS, DISPATCH, SHARDED
 from layouts import FUSED_WGRAD as FUSED
 from ranks import ranks
@@ -20,15 +20,9 @@ pytestmark = pytest.mark.newest
 
 @ranks(2, preload="te")
 def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import tiny_gpt
-
     from megatron_hecate.megatron import assumptions
 
-    case = tiny_gpt.Case(grouped=True)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(grouped=True)
     chunks, _ = tiny_gpt.build(case)
     linear = tiny_gpt.moe_layers(chunks)[0].experts.linear_fc1
     for name in assumptions.TE_ASSUMPTIONS:
@@ -64,15 +58,9 @@ def test_a_linear_that_is_not_what_we_assume_is_refused() -> None:
 def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[bool, bool]) -> None:
     """One of two microbatches has replicas. TE overwrites ``main_grad`` in what it is told is the first; Megatron says
     so in the first forward of all, and in fp8 in that of each iteration, as here."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import tiny_gpt
-
     from megatron_hecate.step.prefetch import Prefetcher
 
-    case = tiny_gpt.Case(grouped=True, accumulate=2, settings=tuple(FUSED.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(grouped=True, accumulate=2, settings=FUSED)
     tiny_gpt.install_fused_wgrad()
     fetch, fetches = Prefetcher._fetch, []
 
@@ -98,73 +86,14 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
     assert len(fetches) == 3 * 2 * 2, "the iterations after the first fetch twice in both layers"
 
 
-@pytest.mark.parametrize(
-    ("lifetime", "where"),
-    [
-        ("iteration", "between the linears"),
-        ("layer", "after both"),
-        pytest.param("iteration", "after both", marks=pytest.mark.slow),
-        pytest.param("layer", "between the linears", marks=pytest.mark.slow),
-    ],
-)
-@ranks(2, preload="te")
-def test_a_step_that_breaks_off_before_its_weight_gradients(lifetime: str, where: str) -> None:
-    """The loop catches the error and does the step again. Oracle: stock Megatron, undisturbed."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import tiny_gpt
-    from transformer_engine.pytorch.module import grouped_linear
-
-    case = tiny_gpt.Case(grouped=True, accumulate=2, settings=tuple({**DISPATCH, **FUSED}.items()))
-    tiny_gpt.initialize(case)
-    tiny_gpt.install_fused_wgrad()
-    stock = tiny_gpt.train(case, steps=4)
-    ours = tiny_gpt.train(case, steps=3, hook=tiny_gpt.fssdp_hook(lifetime=lifetime))
-    experts = tiny_gpt.moe_layers(ours.chunks)[0].experts
-    assert experts.physical.delayed is not None
-
-    def fail() -> None:
-        del experts.backward_dw
-        raise InterruptedError
-
-    gemm, backwards = grouped_linear.general_grouped_gemm, []
-
-    def fail_in_first_linear(*args: Any, layout: str = "TN", **settings: Any) -> Any:
-        backwards.extend([layout] if layout == "NN" else [])
-        if len(backwards) == 2:
-            grouped_linear.general_grouped_gemm = gemm
-            raise InterruptedError
-        return gemm(*args, layout=layout, **settings)
-
-    if where == "after both":
-        experts.backward_dw = fail
-    else:
-        grouped_linear.general_grouped_gemm = fail_in_first_linear
-    with pytest.raises(InterruptedError):
-        ours.step(3)
-    with contextlib.suppress(RuntimeError):  # the microbatches that FSSDP counts do not add up
-        ours.step(3)
-    if len(ours.losses) == 3:
-        ours.step(3)
-    ours.read_params()
-    tiny_gpt.assert_trained_alike(stock, ours)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("with_", [dict(SHARDED), dict(settings=BIAS)], ids=["overlap", "bias"])
 @ranks(2, preload="te")
 def test_gradients_that_stock_takes_too_early(with_: dict[str, Any]) -> None:
     """Why `unsupported` has a rule on ``overlap_dispatch_backward_with_experts_wgrad``; it can go when this fails.
     Oracle: stock without that setting."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import tiny_gpt
-
     settings = {**FUSED, **with_.pop("settings", {})}
-    case = tiny_gpt.Case(grouped=True, accumulate=2, **with_, settings=tuple(settings.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(grouped=True, accumulate=2, **with_, settings=settings)
     tiny_gpt.install_fused_wgrad()
     early = dataclasses.replace(case, settings=(*case.settings, *DISPATCH.items()))
     assert tiny_gpt.difference(tiny_gpt.train(case), tiny_gpt.train(early))["param"] > 1e-3

@@ -2,7 +2,7 @@
 
 A loop that an exception breaks off may write other weights, and goes on.
 
-Oracle: the same run undisturbed, bit for bit; where a step is broken off, the unconverted model, broken off alike.
+Oracle: the same run undisturbed, bit for bit; where a step is broken off, the unconverted model.
 """
 
 from __future__ import annotations
@@ -11,21 +11,22 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import loops
 import pytest
+import quantized
+import tiny_gpt
 import torch
-from layouts import FULL, MOE
+from layouts import COMBINED, DISPATCH, FULL, FUSED_WGRAD, MOE
 from quick import quick
 from ranks import ranks
 
 LIFETIMES = ("iteration", "layer")
-REPEATED = (("mtp_num_layers", 3), ("mtp_use_repeated_layer", True))
+REPEATED = dict(mtp_num_layers=3, mtp_use_repeated_layer=True)
 STEPS = 3  # replicas come in the second
 LAYERS = 3  # two share a buffer
 
 
 def _case(**model: Any) -> Any:
-    import tiny_gpt
-
     case = tiny_gpt.initialized(accumulate=2, settings=(("num_layers", LAYERS), *model.items()))
     return case
 
@@ -33,8 +34,6 @@ def _case(**model: Any) -> Any:
 @ranks(2)
 def test_the_backward_uses_the_plan_of_the_forward() -> None:
     """Another forecast, as soon as the first forward is over, must not change a bit, nor make anybody plan again."""
-    import tiny_gpt
-
     from megatron_hecate.step.early_plans import EarlyPlans
 
     case, plan, planned_too_late = _case(**FULL), EarlyPlans.plan, [False]
@@ -66,15 +65,15 @@ def test_the_backward_uses_the_plan_of_the_forward() -> None:
         assert tiny_gpt.difference(calm, run) == tiny_gpt.SAME, lifetime
 
 
-@pytest.mark.parametrize(
-    "model", [FULL, pytest.param(MOE, marks=pytest.mark.slow)], ids=["full", "moe"]
-)
-@ranks(2)
-def test_evaluation_within_a_step_changes_nothing(model: dict) -> None:
-    """Between microbatches, and between a forward and its backward; in ``eval()``, or only without gradients."""
-    import tiny_gpt
-
-    case, forward_step = _case(**model), tiny_gpt.forward_step
+@pytest.mark.parametrize("kind", quick(["full", "moe", "mxfp8"], ["full"], oldest=["full", "moe"]))
+@ranks(2, preload=lambda kind: "te-blackwell" if kind == "mxfp8" else "megatron")
+def test_evaluation_within_a_step_changes_nothing(kind: str) -> None:
+    """Between microbatches, and between a forward and its backward; in ``eval()``, or only without gradients. In MXFP8
+    evaluation makes quantized copies for itself."""
+    is_quantized = kind == "mxfp8"
+    case = quantized.case_of(kind) if is_quantized else _case(**(FULL if kind == "full" else MOE))
+    prepare: Callable = quantized.fuse_wgrad if is_quantized else list
+    forward_step = tiny_gpt.forward_step
     evaluated: list[float] = []
 
     def evaluate(model: Any, *, mode: bool) -> None:
@@ -95,12 +94,12 @@ def test_evaluation_within_a_step_changes_nothing(model: dict) -> None:
 
         return output, loss_func
 
-    def train(hook: Callable | None, step: Callable) -> Any:
+    def train(hook: Callable, step: Callable) -> Any:
         tiny_gpt.forward_step = step
         evaluated.clear()
-        return tiny_gpt.train(case, hook=hook, steps=STEPS)
+        return tiny_gpt.train(case, hook=lambda chunks: hook(prepare(chunks)), steps=STEPS)
 
-    train(None, disturbed)
+    train(list, disturbed)
     stock_evaluated = list(evaluated)
     for lifetime in LIFETIMES:
         hook = tiny_gpt.fssdp_hook(lifetime=lifetime)
@@ -114,6 +113,98 @@ class _UserError(Exception):
     pass
 
 
+class _Fault:
+    """Raises at the n-th call, and never again."""
+
+    def __init__(self, call: int = 1) -> None:
+        self._left = call
+
+    def __call__(self, *_: Any) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise _UserError
+
+
+def _layers(run: Any) -> list[Any]:
+    return [m for chunk in run.chunks for m in chunk.modules() if hasattr(m, "self_attention")]
+
+
+def _after_all_forwards(run: Any) -> None:
+    _layers(run)[-1].register_forward_hook(_Fault())
+
+
+def _while_replicas_come(run: Any) -> None:
+    """Of this layer and the next."""
+    _layers(run)[1].self_attention.register_forward_pre_hook(_Fault())
+
+
+def _after_attention(run: Any) -> None:
+    _layers(run)[1].self_attention.register_forward_hook(_Fault())
+
+
+def _after_router(run: Any) -> None:
+    tiny_gpt.moe_layers(run.chunks)[1].router.register_forward_hook(_Fault())
+
+
+def _in_backward(run: Any) -> None:
+    """The last layers' gradients have returned, or are on their way."""
+    fault = _Fault()
+    _layers(run)[1].register_forward_hook(lambda m, i, out: out[0].register_hook(fault) and None)
+
+
+def _while_gradients_return(run: Any) -> None:
+    """Of the first layer's replicas; its homes have not got them."""
+    tiny_gpt.moe_layers(run.chunks)[0].register_full_backward_hook(_Fault())
+
+
+def _before_combined_dispatch(run: Any) -> None:
+    """In the second microbatch of the schedule that runs the layers' parts itself: no forward of a chunk ends there."""
+    dispatcher, fault = tiny_gpt.moe_layers(run.chunks)[1].token_dispatcher, _Fault(2)
+    preprocess = dispatcher.dispatch_preprocess
+    dispatcher.dispatch_preprocess = lambda *args: (fault(), preprocess(*args))[1]
+
+
+def _between_passes(run: Any) -> None:
+    """Of a layer that runs three times in a microbatch, which is then as incomplete as the iteration."""
+    run.chunks[0].module.mtp.layers[0].register_forward_pre_hook(_Fault(2))
+
+
+def _between_linears(run: Any) -> None:
+    """In the backward of grouped experts, whose weight gradients come last."""
+    from transformer_engine.pytorch.module import grouped_linear
+
+    gemm, fault = grouped_linear.general_grouped_gemm, _Fault(2)
+
+    def fail_in_first_linear(*args: Any, layout: str = "TN", **settings: Any) -> Any:
+        if layout == "NN":
+            fault()
+        return gemm(*args, layout=layout, **settings)
+
+    grouped_linear.general_grouped_gemm = fail_in_first_linear
+
+
+def _before_weight_gradients(run: Any) -> None:
+    experts, fault = tiny_gpt.moe_layers(run.chunks)[0].experts, _Fault()
+    compute = experts.backward_dw
+    experts.backward_dw = lambda: (fault(), compute())
+
+
+DELAYED = dict(grouped=True, settings=dict(DISPATCH, **FUSED_WGRAD))
+THREE_LAYERS = dict(settings=dict(num_layers=LAYERS))
+# what plants the fault, and fields of `tiny_gpt.Case`
+PLACES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
+    "forward": (_after_all_forwards, THREE_LAYERS),
+    "prefetch": (_while_replicas_come, THREE_LAYERS),
+    "router": (_after_router, THREE_LAYERS),
+    "backward": (_in_backward, THREE_LAYERS),
+    "between": (_while_gradients_return, THREE_LAYERS),
+    "combined": (_before_combined_dispatch, dict(settings=COMBINED)),
+    "passes": (_between_passes, dict(settings=REPEATED)),
+    "linears": (_between_linears, DELAYED),
+    "weight-gradients": (_before_weight_gradients, DELAYED),
+}
+
+
 def _step_again(run: Any, step: int) -> list[str]:
     """Do a step, twice where FSSDP objects; what it said."""
     try:
@@ -124,235 +215,80 @@ def _step_again(run: Any, step: int) -> list[str]:
     return []
 
 
-def _compare_after_a_failure(train: Callable[[Callable | None], Any]) -> None:
-    """``train`` does two steps with a hook and has the third fail, once; then each lifetime trains as stock does, with
-    at most one objection."""
-    import tiny_gpt
-
-    def go_on(hook: Callable | None) -> tuple[Any, list[str]]:
-        run, objections = train(hook), []
-        with pytest.raises(_UserError):
-            run.step(2)
-        for step in (2, 3):
-            objections += _step_again(run, step)
-        run.read_params()
-        return run, objections
-
-    stock, _ = go_on(None)
-    for lifetime in LIFETIMES:
-        ours, objections = go_on(tiny_gpt.fssdp_hook(lifetime=lifetime))
-        assert len(objections) <= 1 and all("replicas" in text for text in objections), objections
-        tiny_gpt.assert_trained_alike(stock, ours, lifetime)
-
-
-def _break_off(run: Any, where: str) -> None:
-    """Have the next step fail in its first microbatch, on all ranks alike."""
-    import tiny_gpt
-
-    layers = [m for chunk in run.chunks for m in chunk.modules() if hasattr(m, "self_attention")]
-    handles = []
-
-    def fail(*_: Any) -> None:
-        for handle in handles:
-            handle.remove()
-        raise _UserError
-
-    if where == "forward":  # all forwards have run
-        handles.append(layers[-1].register_forward_hook(fail))
-    elif where == "prefetch":  # replicas of this layer and the next are on their way
-        handles.append(layers[1].self_attention.register_forward_pre_hook(fail))
-    elif (
-        where == "between"
-    ):  # gradients of the first layer's replicas are on their way, its homes have not got them
-        handles.append(tiny_gpt.moe_layers(run.chunks)[0].register_full_backward_hook(fail))
-    elif where == "backward":  # the last layers' gradients have returned, or are on their way
-        handles.append(
-            layers[1].register_forward_hook(lambda m, i, out: out[0].register_hook(fail) and None)
-        )
-    else:
-        assert where == "router", where
-        handles.append(tiny_gpt.moe_layers(run.chunks)[1].router.register_forward_hook(fail))
-
-
 @pytest.mark.parametrize(
     "where",
-    quick(["forward", "prefetch", "router", "backward", "between"], ["between"]),
+    quick(
+        PLACES,
+        "between combined linears".split(),
+        oldest=[name for name, (_, fields) in PLACES.items() if "grouped" not in fields],
+    ),
 )
-@ranks(2)
+@ranks(2, preload=lambda where: "te" if "grouped" in PLACES[where][1] else "megatron")
 def test_a_step_that_breaks_off(where: str) -> None:
     """The loop catches the user's error and does the step again. FSSDP may object once, since the microbatches that it
-    counts do not add up; then all is as in stock, and no transfer is left without its peer."""
-    import tiny_gpt
-
-    case = _case()
-
-    def train(hook: Callable | None) -> tuple[Any, list[str]]:
-        run, objections = tiny_gpt.train(case, steps=2, hook=hook), []
-        for step in range(2, 5):
-            if step < 4:
-                _break_off(run, where)
-                with pytest.raises(_UserError):
-                    run.step(step)
-            objections += _step_again(run, step)
-        run.read_params()
-        return run, objections
-
-    stock, none = train(None)
-    assert not none
+    counts do not add up; then all is as in stock, undisturbed, and no transfer is left without its peer."""
+    plant, fields = PLACES[where]
+    if "grouped" in fields:
+        tiny_gpt.install_fused_wgrad()
+    case = tiny_gpt.initialized(accumulate=2, **fields)
+    stock = tiny_gpt.train(case, steps=5)
     transports = ["p2p", "nvlink"] if where == "between" else ["p2p"]
     for lifetime, transport in itertools.product(LIFETIMES, transports):
-        ours, objections = train(tiny_gpt.fssdp_hook(lifetime=lifetime, transport=transport))
+        hook = tiny_gpt.fssdp_hook(lifetime=lifetime, transport=transport)
+        ours, objections = tiny_gpt.train(case, steps=2, hook=hook), []
+        for step in range(2, 5):
+            if step < 4:
+                plant(ours)
+                with pytest.raises(_UserError):
+                    ours.step(step)
+            objections += _step_again(ours, step)
+        ours.read_params()
         assert len(objections) <= 2 and all("replicas" in text for text in objections), objections
         tiny_gpt.assert_trained_alike(stock, ours, f"{lifetime}, {transport}")
 
 
-@ranks(2)
-def test_a_combined_step_that_breaks_off() -> None:
-    """The schedule that runs the layers' parts itself, between a layer's router and its dispatch: no forward of a model
-    chunk ends there."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized(
-        accumulate=2, settings=(("overlap_moe_expert_parallel_comm", True),)
-    )
-
-    def train(hook: Callable | None) -> Any:
-        run, calls = tiny_gpt.train(case, steps=2, hook=hook), itertools.count(1)
-        dispatcher = tiny_gpt.moe_layers(run.chunks)[1].token_dispatcher
-        preprocess = dispatcher.dispatch_preprocess
-
-        def fail(*args: Any) -> Any:
-            if next(calls) == 2:  # the second microbatch's
-                raise _UserError
-            return preprocess(*args)
-
-        dispatcher.dispatch_preprocess = fail
-        return run
-
-    _compare_after_a_failure(train)
-
-
-@pytest.mark.slow
-@ranks(2)
-def test_a_step_that_breaks_off_between_two_passes() -> None:
-    """Of a layer that runs three times in a microbatch, which is then as incomplete as the iteration."""
-    import tiny_gpt
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-
-    case = tiny_gpt.initialized(accumulate=2, settings=REPEATED)
-
-    def train(hook: Callable | None) -> Any:
-        run, calls = tiny_gpt.train(case, steps=2, hook=hook), itertools.count(1)
-
-        def fail(*_: object) -> None:
-            if next(calls) == 2:
-                raise _UserError
-
-        (repeated,) = (
-            m for m in run.chunks[0].modules() if isinstance(m, MultiTokenPredictionLayer)
-        )
-        repeated.register_forward_pre_hook(fail)
-        return run
-
-    _compare_after_a_failure(train)
-
-
-class _Fault:
-    """Raises once, when it is armed, at the n-th call."""
-
-    def __init__(self, calls: int = 1) -> None:
-        self.is_armed, self._calls, self._left = False, calls, calls
-
-    def __call__(self, *_: Any) -> None:
-        if not self.is_armed:
-            return
-        self._left -= 1
-        if not self._left:
-            self.is_armed, self._left = False, self._calls
-            raise _UserError
-
-
-def _plant(loop: Any, where: str) -> _Fault:
-    """A fault behind the attention of a layer, or between two passes of a repeated one."""
-    from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionLayer
-
-    modules = [module for chunk in loop.chunks for module in chunk.modules()]
-    if where == "between passes":
-        fault = _Fault(calls=2)
-        (repeated,) = (
-            module for module in modules if isinstance(module, MultiTokenPredictionLayer)
-        )
-        repeated.register_forward_pre_hook(fault)
-        return fault
-    fault, layers = _Fault(), [module for module in modules if hasattr(module, "self_attention")]
-    layers[int(where.removeprefix("attention "))].self_attention.register_forward_hook(fault)
-    return fault
-
-
-def _train(case: Any, hook: Any, where: str) -> tuple[list[float], int]:
-    """Losses and sums of gradients of a bare loop, and the most replicas of a layer. In two steps a microbatch breaks
-    off, the loop scales all weights, and trains on with the next one."""
-    import tiny_gpt
-    from loops import Loop
-
-    loop, found = Loop(case, hook), list[float]()
-    fault = _plant(loop, where)
-    for step in range(4):
-        loop.zero()
-        if step >= 2:
-            fault.is_armed = True
-            with pytest.raises(_UserError):
-                loop.forward(step, 5)
-            loop.scale(0.8, "in place")
-        loss = loop.forward(step, 0)
-        loss.backward()
-        loop.finish()
-        found.append(float(loss))
-        found += [
-            float(p.main_grad.double().sum())
-            for name, p in loop.chunks[0].named_parameters()
-            if "mtp" in name
-        ]
-        loop.update()
-    layers = tiny_gpt.moe_layers(loop.chunks)
-    return found, 0 if hook is None else max(layer.fssdp.placement.num_replicas for layer in layers)
-
-
-@pytest.mark.parametrize(
-    "where",
-    quick(["attention 1", "between passes"], ["between passes"]),
-)
+@pytest.mark.parametrize("where", quick(["attention", "passes"], ["passes"]))
 @ranks(2)
 def test_other_weights_after_a_forward_that_broke_off(where: str) -> None:
-    """Replicas that the broken forward has fetched are not those of the next one."""
-    import tiny_gpt
+    """In two steps of a bare loop it breaks off, all weights are scaled, and the loop trains on with the next
+    microbatch: replicas that the broken forward has fetched are not those of the next one."""
+    plant = _between_passes if where == "passes" else _after_attention
+    case = tiny_gpt.initialized(settings=REPEATED if where == "passes" else dict(num_layers=LAYERS))
 
-    case = tiny_gpt.initialized(
-        settings=REPEATED if where == "between passes" else (("num_layers", 3),)
-    )
-    expected, _ = _train(case, None, where)
+    def train(hook: Any) -> tuple[list[float], Any]:
+        """Losses and sums of gradients."""
+        loop, figures = loops.Loop(case, hook), list[float]()
+        for step in range(4):
+            loop.zero()
+            if step >= 2:
+                plant(loop)
+                with pytest.raises(_UserError):
+                    loop.forward(step, 5)
+                loop.scale(0.8, "in place")
+            figures.append(loops.backward(loop, step, 0))
+            loop.finish()
+            for name, p in loop.chunks[0].named_parameters():
+                figures += [float(p.main_grad.double().sum())] if "mtp" in name else []
+            loop.update()
+        return figures, loop
+
+    expected, _ = train(None)
     for lifetime in LIFETIMES:
-        found, replicas = _train(case, tiny_gpt.fssdp_hook(lifetime=lifetime), where)
-        assert replicas > 0
-        assert found == pytest.approx(expected, rel=1e-5, abs=1e-5), lifetime
+        figures, loop = train(tiny_gpt.fssdp_hook(lifetime=lifetime))
+        assert any(m.fssdp.placement.num_replicas for m in tiny_gpt.moe_layers(loop.chunks))
+        assert figures == pytest.approx(expected, rel=1e-5, abs=1e-5), lifetime
 
 
 @ranks(2)
 def test_evaluation_after_a_recomputation_that_broke_off() -> None:
     """Evaluation computes with the weights that it finds, and training goes on as stock's."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(accumulate=2, settings=FULL)
 
     def train(hook: Any) -> tuple[Any, list[float]]:
         run, fault = tiny_gpt.train(case, hook=hook, steps=2), _Fault()
-
-        def in_backward(*_: Any) -> None:
-            if torch._C._current_graph_task_id() != -1:
-                fault()
-
-        tiny_gpt.moe_layers(run.chunks)[0].router.register_forward_hook(in_backward)
-        fault.is_armed = True
+        tiny_gpt.moe_layers(run.chunks)[0].router.register_forward_hook(
+            lambda *_: fault() if torch._C._current_graph_task_id() != -1 else None
+        )
         with pytest.raises(_UserError):
             run.step(2)
         with torch.no_grad():

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from typing import Any
 
 import checkpoints
 import pytest
+import quantizers_on_cpu
+import tiny_gpt
 import torch
 import torch.distributed as dist
 from layouts import SHARDED
@@ -29,8 +30,6 @@ pytestmark = pytest.mark.newest
 @ranks(2, preload=None)
 def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
     case = case_of(recipe, stored=stored, version="2.9.0")
-    import tiny_gpt
-
     stock = tiny_gpt.train(case, hook=fuse_wgrad)
     ours = tiny_gpt.train(case, hook=hook_of())
     tiny_gpt.assert_trained_alike(stock, ours)
@@ -41,8 +40,6 @@ def test_the_oldest_transformer_engine(recipe: str, stored: bool) -> None:
 def test_quantized_activations(recipe: str) -> None:
     """Which tokens share a scale differs, and gradients with it, by less than what quantization itself does."""
     case = case_of(recipe, exact=False)
-    import tiny_gpt
-
     stock = tiny_gpt.train(case, hook=fuse_wgrad)
     ours = tiny_gpt.train(case, hook=hook_of())
     without = tiny_gpt.train(dataclasses.replace(case, settings=()), hook=fuse_wgrad)
@@ -55,7 +52,6 @@ def test_quantized_activations(recipe: str) -> None:
 def test_recipes_linear_by_linear() -> None:
     """The first linear in fp4, the second one in fp8 as the rest of the model, and in bf16 when the model evaluates."""
     case = case_of("mxfp8")
-    import tiny_gpt
     from megatron.core.quantization.quant_config import RecipeConfig
 
     kind = {"transformer_engine_config_type": "TEQuantizationParams"}
@@ -95,9 +91,6 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
     read what is stored in the second one only where it is aligned.
     """
     case = case_of(recipe, dict(experts=10, skew=6.0), stored=True)
-    import quantizers_on_cpu
-    import tiny_gpt
-
     from megatron_hecate.megatron.stored_weights import StoredWeights
 
     compared = set()
@@ -142,11 +135,6 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
 
 @ranks(2, preload="te-blackwell")
 def test_experts_that_are_modules_of_their_own_are_refused() -> None:
-    import te_on_cpu
-
-    te_on_cpu.install(packages="te-blackwell")
-    import tiny_gpt
-
     case = tiny_gpt.initialized()
     chunks, config = tiny_gpt.build(case)
     config.fp8, config.fp8_recipe = "e4m3", "mxfp8"
@@ -165,7 +153,6 @@ def test_experts_that_are_modules_of_their_own_are_refused() -> None:
 def test_unknown_quantizers_of_one_linear_are_refused() -> None:
     """Settings of `quant_recipe`, which Megatron keeps on each linear; two of them are of later versions."""
     case = case_of("mxfp8")
-    import tiny_gpt
     from megatron.core.extensions.transformer_engine import TEQuantizationRecipe
 
     chunks, _ = tiny_gpt.build(case)
@@ -186,45 +173,10 @@ def test_unknown_quantizers_of_one_linear_are_refused() -> None:
             tiny_gpt.fssdp_hook()(chunks)
 
 
-@pytest.mark.slow
-@ranks(2, preload="te-blackwell")
-def test_evaluation_within_a_step_changes_nothing() -> None:
-    """Between a forward and its backward, on quantized copies that evaluation makes for itself."""
-    case, convert = case_of("mxfp8"), hook_of(lifetime="layer")
-    import tiny_gpt
-
-    forward_step, evaluated = tiny_gpt.forward_step, []
-
-    def disturbed(iterator: Any, model: Any, **kwargs: Any) -> Any:
-        output, loss = forward_step(iterator, model, **kwargs)
-
-        def loss_func(output: Any) -> Any:
-            with tiny_gpt.evaluating([model]):
-                measured, _ = forward_step(iter([tiny_gpt.batch(case, 77, 0)]), model, case=case)
-            evaluated.append(measured.float().mean())
-            return loss(output)
-
-        return output, loss_func
-
-    calm = tiny_gpt.train(case, hook=convert)
-    tiny_gpt.forward_step = disturbed
-    stock = tiny_gpt.train(case, hook=fuse_wgrad)
-    stock_evaluated = evaluated.copy()
-    evaluated.clear()
-    ours = tiny_gpt.train(case, hook=convert)
-    tiny_gpt.assert_trained_alike(stock, ours)
-    assert tiny_gpt.difference(calm, ours) == tiny_gpt.SAME
-    torch.testing.assert_close(
-        torch.stack(evaluated), torch.stack(stock_evaluated), rtol=1e-5, atol=0
-    )
-
-
 @ranks(2, preload="te-blackwell")
 def test_checkpoints_of_quantized_parameters() -> None:
     """Loaded weights are quantized anew in stock and in FSSDP, and both go on alike."""
     case = case_of("mxfp8", SHARDED, stored=True)
-    import tiny_gpt
-
     folder = checkpoints.shared_folder("checkpoint")
     checkpoints.save(tiny_gpt.train(case, hook=hook_of()), folder)
     losses = []
