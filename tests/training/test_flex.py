@@ -9,22 +9,21 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import flex_backends
 import numpy as np
+import operators_on_cpu
 import pytest
+import tiny_gpt
 import torch.distributed as dist
 from layouts import PADDED, flex
 from quick import quick
 from ranks import ranks
-
-from megatron_hecate.record.run_folder import read
+from routed_tokens import recorded_run
 
 BACKENDS = ("deepep", "hybridep", "ncclep")
 
 
 def _case(model: dict[str, Any], **fields: Any) -> Any:
-    import flex_backends
-    import tiny_gpt
-
     flex_backends.install()
     case = tiny_gpt.initialized(**fields, settings=flex_backends.valid(model))
     return case
@@ -34,9 +33,6 @@ def _case(model: dict[str, Any], **fields: Any) -> Any:
 @ranks(2)
 def test_libraries_are_told_of_physical_experts(backend: str) -> None:
     """Of 4 homes and 2 slots on each rank."""
-    import flex_backends
-    import tiny_gpt
-
     case = _case(flex(backend))
     told = []
     for hook in (None, tiny_gpt.fssdp_hook()):
@@ -53,9 +49,6 @@ def test_libraries_are_told_of_physical_experts(backend: str) -> None:
 @ranks(2)
 def test_choices_of_probability_zero(backend: str) -> None:
     """Both backends send a token to its largest probabilities: one that underflowed must stay the choice it was."""
-    import flex_backends
-    import tiny_gpt
-
     case = _case(flex(backend), skew=1e4)
     stock = tiny_gpt.train(case)
     flex_backends.forget()
@@ -79,8 +72,6 @@ def test_choices_of_probability_zero(backend: str) -> None:
 def test_padding_to_capacity_is_not_recorded_as_tokens() -> None:
     """Without replicas Megatron's own dispatcher pads. Oracle: rows whose probability is not zero."""
 
-    import tiny_gpt
-
     case, folder = _case(flex("hybridep", **PADDED)), f"{os.environ['TEST_FOLDER']}/run"
     rows: list[tuple[int, int]] = []  # all, and tokens among them
 
@@ -92,7 +83,7 @@ def test_padding_to_capacity_is_not_recorded_as_tokens() -> None:
         return chunks
 
     run = tiny_gpt.train(case, hook=watched)
-    tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor.recorder.stage.close()
+    record = recorded_run(run.chunks, folder)
     of_ranks: list[Any] = [None, None]
     dist.all_gather_object(of_ranks, rows)
     if dist.get_rank() == 0:
@@ -100,14 +91,12 @@ def test_padding_to_capacity_is_not_recorded_as_tokens() -> None:
             np.array(of_ranks).reshape(2, 3, 2, 2).transpose(3, 1, 2, 0)
         )  # [T, L, N] each
         assert (every > tokens).all()
-        assert read(folder).rank_load.tolist() == tokens.tolist()
+        assert record.rank_load.tolist() == tokens.tolist()
 
 
 @pytest.mark.newest
 @ranks(2)
 def test_nccl_ep_that_drops_tokens_is_refused() -> None:
-    import tiny_gpt
-
     chunks, config = tiny_gpt.build(_case(flex("ncclep")))
     # 0.20 refuses it while it builds the model
     config.moe_expert_capacity_factor = 1.0
@@ -121,13 +110,7 @@ def test_nccl_ep_that_drops_tokens_is_refused() -> None:
 def test_a_budget_of_tokens_per_rank() -> None:
     """``moe_expert_rank_capacity_factor``: a step in which some rank gets more is run again without the budget, by
     Megatron's own runner. Stock overflows in every step; ours only until there are replicas."""
-    import operators_on_cpu
-    import te_on_cpu
-
-    te_on_cpu.install()
     operators_on_cpu.install()
-    import flex_backends
-    import tiny_gpt
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.moe import token_dispatcher
     from megatron.core.transformer.moe.paged_stash import PagedStashRunner

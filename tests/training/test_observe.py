@@ -6,92 +6,40 @@ Oracle: stock Megatron, bit for bit; the routing maps its dispatcher is given, c
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+import socket
 from typing import Any
 
 import numpy as np
 import pytest
-from layouts import FULL, MOE
+import tiny_gpt
+import torch
+import torch.distributed as dist
+import variants
+from layout_tables import LAYOUTS
+from quick import quick
 from ranks import ranks
+from routed_tokens import RoutedTokens, recorded_run
 
 from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.tools.job_settings import JobSettings
+from megatron_hecate.tools.run import Run
+from megatron_hecate.tools.what_if import make_parser
 
-CASES = {
-    "plain": {},
-    "accumulated, distributed optimizer, overlap": dict(
-        accumulate=3, distributed_optimizer=True, overlap=True
-    ),
-    "no expert parallelism": dict(ep=1),
-    "full recomputation": dict(
-        settings=FULL,
-        accumulate=2,
-    ),
-    "recomputed layers": dict(settings=MOE),
-    "group-limited": dict(settings=dict(moe_router_num_groups=4, moe_router_group_topk=2)),
-    "Sinkhorn": dict(settings=dict(moe_router_load_balancing_type="sinkhorn")),
-    "expert bias, sequence loss": dict(
-        settings=dict(
-            moe_router_enable_expert_bias=True,
-            moe_router_score_function="sigmoid",
-            moe_router_load_balancing_type="seq_aux_loss",
-            moe_aux_loss_coeff=0.01,
-        )
-    ),
-    "dropped and padded": dict(
-        settings=dict(
-            moe_expert_capacity_factor=0.5,
-            moe_pad_expert_input_to_capacity=True,
-            moe_token_drop_policy="probs",
-        )
-    ),
-    "all-gather": dict(settings=dict(moe_token_dispatcher_type="allgather")),
-    "tensor parallel": dict(tp=2, etp=1),
-    "bf16, combined schedule": dict(
-        bf16=True, settings=dict(overlap_moe_expert_parallel_comm=True)
-    ),
-    "one expert": dict(one_expert=True),
-}
+# layouts that are observed, and one without expert parallelism, which FSSDP refuses
+LAYOUT_NAMES = """ep2 distopt-overlap recompute-full recompute-moe group-limited-topk-global-aux-loss
+    sinkhorn expert-bias top3-seq-aux-loss capacity capacity-padded allgather tp2-etp1
+    ep-comm-overlap one-expert""".split()
+QUICK = "alone ep2 distopt-overlap recompute-full expert-bias capacity-padded tp2-etp1".split()
 
 
-def _case(fields: dict[str, Any]) -> Any:
-    import tiny_gpt
-
-    return tiny_gpt.Case(**{**fields, "settings": tuple(fields.get("settings", {}).items())})
-
-
-def _count(chunks: list) -> list:
-    """[step][layer][forward][expert] of this rank, from the maps that the dispatchers of a training forward are given."""
-    import tiny_gpt
-    import torch
-
-    counted: list = [defaultdict(list)]
-    for index, layer in enumerate(tiny_gpt.moe_layers(chunks)):
-        preprocess = layer.token_dispatcher.dispatch_preprocess
-
-        def count(
-            hidden: Any, routing_map: Any, *rest: Any, i: int = index, original: Any = preprocess
-        ) -> Any:
-            if torch._C._current_graph_task_id() == -1 and counted[0] is not None:
-                counted[-1][i].append(np.array(routing_map.int().sum(dim=0).tolist()))
-            return original(hidden, routing_map, *rest)
-
-        layer.token_dispatcher.dispatch_preprocess = count
-    return counted
-
-
-def _check_simulated(folder: str, layer: Any) -> None:
+def _check_simulated(folder: str, layers: list) -> None:
     """The record is enough to simulate the job: its settings are those of the model that trained."""
-    from megatron_hecate.tools.job_settings import JobSettings
-    from megatron_hecate.tools.run import Run
-    from megatron_hecate.tools.what_if import make_parser
-
     run = Run.read(folder)
     settings = JobSettings.resolve(make_parser("").parse_args([folder]), run)
-    config = layer.config
-    model = settings.model
-    params = sum(p.numel() for p in layer.experts.parameters()) / layer.num_local_experts
+    config, model, experts = layers[0].config, settings.model, layers[0].experts
+    params = sum(p.numel() for p in experts.parameters()) / experts.num_local_experts
     assert abs(model.expert_elements / params - 1) < 0.01
-    assert (model.layers, model.experts) == (2, config.num_moe_experts)
+    assert (model.layers, model.experts) == (len(layers), config.num_moe_experts)
     assert (model.top_k, model.hidden) == (config.moe_router_topk, config.hidden_size)
     assert (settings.ranks, settings.ep, settings.pp) == (2, run.info.ranks, 1)
     assert settings.step_ms == run.stock_step_ms > 0 and not settings.notes
@@ -101,56 +49,27 @@ def _check_simulated(folder: str, layer: Any) -> None:
         assert pairs == run.record.load[0, 0].sum()
 
 
-SLOW = {"group-limited", "Sinkhorn", "all-gather", "one expert"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES]
-)
+@pytest.mark.parametrize("name", quick(["alone", *LAYOUT_NAMES], QUICK))
 @ranks(2)
 def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str) -> None:
-    import tiny_gpt
-    import torch
-    import torch.distributed as dist
-
-    from megatron_hecate.record.run_folder import read
-
-    case, folder = _case(CASES[name]), os.environ["TEST_FOLDER"] + "/run"
-    tiny_gpt.initialize(case)
-    if name == "no expert parallelism":
+    if name == "alone":
+        case = tiny_gpt.initialized(ep=1)
         with pytest.raises(ValueError, match="FSSDP cannot be switched on"):
             tiny_gpt.build(case, tiny_gpt.fssdp_hook())
-    torch.manual_seed(0)
+    else:
+        case, _ = variants.case_of(LAYOUTS[name])
     stock = tiny_gpt.train(case)
-    counted: list = []
-
-    def hook(chunks: list) -> list:
-        counted.extend([_count(chunks)])
-        return fssdp(HecateConfig(observe=True, record=folder))(chunks)
-
-    observed = tiny_gpt.train(
-        case, hook=hook, before_step=lambda *_: counted[0].append(defaultdict(list))
-    )
-    assert observed.losses == stock.losses and observed.grad_norms == stock.grad_norms
-    assert all(torch.equal(p, stock.params[n]) for n, p in observed.params.items()), "parameters"
-    with tiny_gpt.evaluating(observed.chunks):  # which must not be counted
-        tiny_gpt.run(case, observed.chunks, 7, num_microbatches=1, forward_only=True)
+    routed = RoutedTokens(os.environ["TEST_FOLDER"] + "/run")
+    observed = tiny_gpt.train(case, hook=routed, before_step=routed.end_step)
+    assert tiny_gpt.difference(stock, observed) == tiny_gpt.SAME
+    assert observed.grad_norms == stock.grad_norms
+    observed.evaluate(7)  # which must not be counted
     layers = tiny_gpt.moe_layers(observed.chunks)
-    observer = layers[0].router.observer
-    assert not observer.counts.take().any(), "evaluation was counted"
-    observer.stage.close()
-    loads = torch.tensor(
-        np.array([[step[i] for i in range(len(layers))] for step in counted[0][:3]])
-    )
-    dist.all_reduce(loads, group=layers[0].token_dispatcher.tp_ep_group)
-    dist.barrier()
-    record = read(folder)
-    assert (
-        record.info.mode == "observe"
-        and record.info.ranks == case.ep
-        and record.info.num_experts == 8
-    )
-    assert record.info.layers == ("layer 1", "layer 2")
+    assert not layers[0].router.observer.counts.take().any(), "evaluation was counted"
+    loads, record = routed.loads(3), recorded_run(observed.chunks, routed.folder)
+    info = record.info
+    assert (info.mode, info.ranks, info.num_experts) == ("observe", case.ep, 8)
+    assert info.layers == tuple(f"layer {layer.layer_number}" for layer in layers)
     assert record.iteration.tolist() == [1, 2, 3]
     if case.ep > 1 or dist.get_rank() == 0:
         assert record.load.tolist() == loads.sum(dim=2).tolist()
@@ -159,10 +78,10 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
         assert record.peak.tolist() == of_ranks.amax(dim=3).sum(dim=2).tolist()
     assert record.load.sum() > 0
     if dist.get_rank() == 0:
-        job = record.info.job
+        job = info.job
         assert (job["ranks"], job["pp"], job["hidden"]) == (2, 1, layers[0].config.hidden_size)
         assert job["dispatcher"] == layers[0].config.moe_token_dispatcher_type
-        _check_simulated(folder, layers[0])
+        _check_simulated(routed.folder, layers)
 
 
 @pytest.mark.newest
@@ -170,12 +89,6 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
 def test_memory_of_a_rank_in_the_record() -> None:
     """Oracle: the parameters' own bytes; what autograd saves in the experts' forward for 64 tokens beyond that for 32,
     without the probability of each (4 bytes)."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import tiny_gpt
-    import torch
-
     torch._dynamo.config.disable = True  # a fused activation keeps the same uncompiled
     gated = dict(gated_linear_unit=True, activation_func=torch.nn.functional.silu)
     again = dict(recompute_granularity="selective")
@@ -193,7 +106,7 @@ def test_memory_of_a_rank_in_the_record() -> None:
     ]
     tiny_gpt.initialize(tiny_gpt.Case())
     for at, (grouped, bf16, settings, kept) in enumerate(cases):
-        case = tiny_gpt.Case(grouped=grouped, bf16=bf16, settings=tuple(settings.items()))
+        case = tiny_gpt.Case(grouped=grouped, bf16=bf16, settings=settings)
         record = f"{os.environ['TEST_FOLDER']}/{at}"
         run = tiny_gpt.train(case, steps=1, hook=fssdp(HecateConfig(observe=True, record=record)))
         layers = tiny_gpt.moe_layers(run.chunks)
@@ -231,23 +144,14 @@ def test_memory_of_a_rank_in_the_record() -> None:
 def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) -> None:
     """Two machines, by name. Oracle: tokens that each rank's experts are given; where every token starts and is
     computed, from the maps over physical experts; placements read when the optimizer steps."""
-    import socket
-
-    import tiny_gpt
-    import torch
-    import torch.distributed as dist
-
-    from megatron_hecate.record.run_folder import read
-
     rank, folder = dist.get_rank(), os.environ["TEST_FOLDER"] + "/run"
     socket.gethostname = lambda: f"machine {rank // 2}"
     recomputed = dict(
         settings=(("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
     )
-    case = tiny_gpt.Case(
+    case = tiny_gpt.initialized(
         ep=4, accumulate=2, skew=3, **(recomputed if settings.get("lifetime") == "layer" else {})
     )
-    tiny_gpt.initialize(case)
     hook = tiny_gpt.fssdp_hook(record=folder, **settings)
     # by microbatch and layer: tokens by rank, by expert, crossing
     seen: list = [torch.zeros(2, 2, 4 + 8 + 1, dtype=torch.int64)]
@@ -306,12 +210,10 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
         dispatched[:] = [0, 0]
 
     run = tiny_gpt.train(case, hook=watch, before_step=before_step, steps=4)
-    monitor = tiny_gpt.moe_layers(run.chunks)[0].prefetcher.monitor
-    monitor.recorder.stage.close()
     of_microbatches = torch.stack(seen[:4])
     dist.all_reduce(of_microbatches)
     total = of_microbatches.sum(dim=1)
-    record, slots = read(folder), settings.get("slots", 2)
+    record, slots = recorded_run(run.chunks, folder), settings.get("slots", 2)
     assert (
         record.info.mode == "fssdp"
         and record.info.node == (0, 0, 1, 1)

@@ -11,64 +11,18 @@ import io
 import os
 import sys
 import types
-from collections import defaultdict
 from typing import Any
 
-import numpy as np
+import graphs_on_cpu
 import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
 from layouts import FULL
 from ranks import ranks
+from routed_tokens import RoutedTokens, recorded_run
 
 from megatron_hecate import HecateConfig, fssdp
-
-
-def _record(chunks: list, folder: str) -> Any:
-    """What was recorded, once training has ended on all ranks."""
-    import tiny_gpt
-    import torch.distributed as dist
-
-    from megatron_hecate.record.run_folder import read
-
-    tiny_gpt.moe_layers(chunks)[0].router.observer.stage.close()
-    dist.barrier()
-    return read(folder)
-
-
-class _Counted:
-    """The hook observes into ``folder``; beside it, the maps of a training forward's dispatchers are counted."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self.steps: list = [defaultdict(int)]  # of each, by layer: [experts]
-
-    def __call__(self, chunks: list) -> list:
-        import tiny_gpt
-
-        for index, layer in enumerate(tiny_gpt.moe_layers(chunks)):
-            original = layer.token_dispatcher.dispatch_preprocess
-            self.group = layer.token_dispatcher.tp_ep_group
-            layer.token_dispatcher.dispatch_preprocess = lambda *a, i=index, o=original: (
-                self._count(i, o, *a)
-            )
-        return fssdp(HecateConfig(observe=True, record=self.folder))(chunks)
-
-    def _count(self, layer: int, original: Any, hidden: Any, routing_map: Any, *rest: Any) -> Any:
-        import torch
-
-        if torch._C._current_graph_task_id() == -1:  # not recomputed
-            self.steps[-1][layer] = self.steps[-1][layer] + np.array(
-                routing_map.int().sum(dim=0).tolist()
-            )
-        return original(hidden, routing_map, *rest)
-
-    def loads(self, steps: int) -> list:
-        """[step][layer][expert] of the ranks that are recorded together."""
-        import torch
-        import torch.distributed as dist
-
-        loads = torch.tensor(np.array([[step[i] for i in range(2)] for step in self.steps[:steps]]))
-        dist.all_reduce(loads, group=self.group)
-        return loads.tolist()
 
 
 @pytest.mark.newest
@@ -86,24 +40,17 @@ class _Counted:
 def test_graphs_hold_the_counting(graphs: str) -> None:
     """Those of experts, layers and whole iterations are refused by FSSDP. Oracle: the same model observed without
     graphs."""
-    import te_on_cpu
-
-    te_on_cpu.install()
-    import graphs_on_cpu
-    import tiny_gpt
-
     settings, fields = {}, {}
     if graphs != "router":  # where nothing waits for the host: every expert takes as many tokens
         settings = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
         fields = dict(experts=2, bf16=True)
-    case = tiny_gpt.Case(accumulate=2, settings=tuple(settings.items()), **fields)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=settings, **fields)
     loads = []
 
     def observed(case: Any, train: Any) -> Any:
         folder = f"{os.environ['TEST_FOLDER']}/{len(loads)}"
         trained = train(case, steps=5, hook=fssdp(HecateConfig(observe=True, record=folder)))
-        loads.append(_record(trained.chunks, folder).load.tolist())
+        loads.append(recorded_run(trained.chunks, folder).load.tolist())
         return trained
 
     eager = observed(case, tiny_gpt.train)
@@ -128,8 +75,6 @@ def test_graphs_hold_the_counting(graphs: str) -> None:
 
 def _captured(step: Any) -> Any:
     """``step`` in a graph of its own, captured at the first call."""
-    import torch
-
     graph, results = torch.cuda.CUDAGraph(), []
 
     def replay() -> Any:
@@ -147,10 +92,6 @@ def _captured(step: Any) -> Any:
 def test_a_graph_of_the_optimizers_step() -> None:
     """Nothing of ours is captured (``--optimizer-cuda-graph``), and nothing is recorded after it. Oracle: stock Megatron;
     counts of the same run without."""
-    import graphs_on_cpu
-    import tiny_gpt
-    import torch
-
     from megatron_hecate.record import observe
 
     def train(case: Any, *, graph: bool, hook: Any = None) -> Any:
@@ -168,13 +109,12 @@ def test_a_graph_of_the_optimizers_step() -> None:
     def observed(folder: str, *, graph: bool) -> Any:
         path = f"{os.environ['TEST_FOLDER']}/{folder}"
         run = train(case, graph=graph, hook=fssdp(HecateConfig(observe=True, record=path)))
-        return run, _record(run.chunks, path)
+        return run, recorded_run(run.chunks, path)
 
     graphs_on_cpu.install()
-    case = tiny_gpt.Case(
+    case = tiny_gpt.initialized(
         accumulate=2, optimizer=(("optimizer", "sgd"), ("lr", 0.1), ("clip_grad", 0.0))
     )
-    tiny_gpt.initialize(case)
     stock = train(case, graph=False)
     _, eager = observed("eager", graph=False)
     said = io.StringIO()
@@ -204,24 +144,23 @@ class _Descent:
 def test_an_optimizer_that_is_none_of_torchs() -> None:
     """Megatron's arguments number iterations: their end is told by the next one's first forward. Oracle: the
     dispatchers' maps, counted beside the run."""
-    import tiny_gpt
-
-    case = tiny_gpt.Case(accumulate=2, settings=tuple(FULL.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=FULL)
     arguments = types.SimpleNamespace(curr_iteration=0)
-    counted = _Counted(os.environ["TEST_FOLDER"] + "/run")
+    routed = RoutedTokens(os.environ["TEST_FOLDER"] + "/run")
     nobody = dict.fromkeys(("get_tensorboard_writer", "get_wandb_writer"), lambda: None)
     sys.modules["megatron.training.global_vars"] = types.SimpleNamespace(
         _GLOBAL_ARGS=arguments, **nobody
     )
-    run = tiny_gpt.train(case, steps=0, hook=counted)
+    run = tiny_gpt.train(case, steps=0, hook=routed)
     run.optimizer.step = _Descent(run.chunks).step
     for step in range(11):
         arguments.curr_iteration = step
         run.step(step)
-        counted.steps.append(defaultdict(int))
-    loads, record = counted.loads(10), _record(run.chunks, counted.folder)
-    assert record.iteration.tolist() == list(range(1, 11)) and record.load.tolist() == loads
+        routed.end_step()
+    loads, record = routed.loads(10).sum(dim=2), recorded_run(run.chunks, routed.folder)
+    assert (
+        record.iteration.tolist() == list(range(1, 11)) and record.load.tolist() == loads.tolist()
+    )
 
 
 @pytest.mark.newest
@@ -236,15 +175,11 @@ def test_an_optimizer_that_is_none_of_torchs() -> None:
 @ranks(2)
 def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
     """``--use-megatron-fsdp``, by Megatron's own wrapper, which runs on CPU ranks without a fused scaling of NCCL's."""
-    import tiny_gpt
-    import torch
-    import torch.distributed as dist
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    case = tiny_gpt.Case(accumulate=2, distributed_optimizer=True, **fields)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, distributed_optimizer=True, **fields)
     ddp = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy=sharded,
@@ -255,10 +190,10 @@ def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
         gradient_reduce_div_fusion=False,
     )
 
-    def train(counted: _Counted | None) -> tuple[list, list, dict[str, str | None], list]:
+    def train(routed: RoutedTokens | None) -> tuple[list, list, dict[str, str | None], list]:
         """Losses and norms of three steps, this rank's parameters, how Megatron-FSDP takes them to be split; the model
         that it wraps."""
-        chunks, config = tiny_gpt.build(case, counted)
+        chunks, config = tiny_gpt.build(case, routed)
         torch.cuda.current_device = lambda: 0
         wrapped = FullyShardedDataParallel(config, ddp, chunks[0], device=torch.device("cpu"))
         torch.cuda.current_device = lambda: torch.device("cpu")
@@ -277,8 +212,8 @@ def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
             wrapped.zero_grad_buffer()
             optimizer.zero_grad()
             seen.append(tiny_gpt.run(case, [wrapped], step, num_microbatches=2))
-            if counted:
-                counted.steps.append(defaultdict(int))
+            if routed:
+                routed.end_step()
             seen += optimizer.step()[:2]
         params = [
             getattr(p, "_local_tensor", p).detach().clone() for p in optimizer.get_parameters()
@@ -286,9 +221,9 @@ def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
         return seen, params, split, chunks
 
     stock = train(None)
-    counted = _Counted(os.environ["TEST_FOLDER"] + "/run")
-    seen, params, split, chunks = train(counted)
+    routed = RoutedTokens(os.environ["TEST_FOLDER"] + "/run")
+    seen, params, split, chunks = train(routed)
     assert seen == stock[0] and split == stock[2]
     assert len(params) == len(stock[1]) > 0 and all(map(torch.equal, params, stock[1]))
-    loads, record = counted.loads(3), _record(chunks, counted.folder)
-    assert dist.get_rank() or (record.load.tolist() == loads and record.load.sum() > 0)
+    loads, record = routed.loads(3).sum(dim=2), recorded_run(chunks, routed.folder)
+    assert dist.get_rank() or (record.load.tolist() == loads.tolist() and record.load.sum() > 0)
