@@ -70,7 +70,7 @@ def test_layers_are_planned_once_and_before_their_fetch(lifetime: str) -> None:
 
 # Fetches by layer, from 1 on, before the embedding and before the attention of each layer.
 FIRST_FORWARD = [[1], [2, 3], [4, 5], [6, 7], [8], [], [], [], []]
-# With lifetime ``layer``, see `test_lifetimes`.
+# With lifetime ``layer``, see `tests/training/test_training.py`.
 ORDERS = {
     # Replicas of the iteration serve all microbatches of a schedule.
     "schedule": [FIRST_FORWARD, [[]] * 9],
