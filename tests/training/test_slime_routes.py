@@ -200,8 +200,7 @@ def test_plans_are_made_for_the_replayed_routes(
         for start in starts
         for layer in range(LAYERS)
     ]
-    assert len(forecasts) == len(true)
-    assert all(map(np.array_equal, forecasts, true)), (forecasts, true)
+    replayed_routes.assert_forecasts(forecasts, true)
     assert [m.late for m in layer_metrics(ours.chunks)] == [0, 0]
 
 

@@ -94,5 +94,9 @@ def assert_counted(
                 for expert in routes_of(step, 0, layer, rank)[known].flatten().tolist():
                     load[expert] += 1
             true.append(load)
+    assert_forecasts(found, true)
+
+
+def assert_forecasts(found: list[np.ndarray], true: list[np.ndarray]) -> None:
     assert len(found) == len(true)
     assert all(map(np.array_equal, found, true)), (found, true)
