@@ -129,10 +129,7 @@ class HomesSchedule(Rehoming):
             )
 
     def _search(self, iteration: int) -> list[Order] | None:
-        """Search for better homes; returns the order of each layer, or ``None`` if none pays.
-
-        Every rank of the group chooses among the same candidates.
-        """
+        """Search for better homes; returns the order of each layer, or ``None`` if none pays."""
         first = self._states[0]
         microbatches = self._clock.microbatches or 1
         load = self._sum_loads() // first.group.size()
@@ -146,6 +143,8 @@ class HomesSchedule(Rehoming):
             horizon=first.config.rehome,
         )
         better = search.afford(self._choose(search, load, order), order)
+        # Costs of copies are agreed within an expert-parallel group only, so rank 0 decides.
+        better = gather_objects(better, self._group, what="agreeing on homes", label="homes")[0]
         if better is None:
             return None
         if self._group.rank() == 0:
