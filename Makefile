@@ -20,7 +20,7 @@ DATA ?=
 OUT ?= demo-out
 IMAGE ?=
 BIN = .venv/bin
-OLDEST = tests/training/test_layouts.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/megatron/test_experts.py tests/test_hook.py \
+OLDEST = tests/training/test_layouts.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/test_hook.py \
     tests/switch_on/test_classification.py tests/switch_on/test_wrappers.py tests/training/test_rehoming.py tests/training/test_moved_checkpoint.py
 BETWEEN = 0.17.1 0.18.2
 # Which tests other versions of Megatron run; `make test-all` runs the slow ones there, too.

@@ -149,6 +149,9 @@ SCHEDULES = {
         "layer",
     ),
     "mtp-repeated-pp2-recompute": Layout(4, PIPELINE, layers(8, **MTP_REPEATED, **FULL), "layer"),
+    "fused-wgrad-biases": core(
+        2, dict(accumulate=3, **SHARDED), dict(FUSED_WGRAD, **BIAS), quick="replicas"
+    ),
     "moe-every-second-layer": Layout(2, {}, layers(8, moe_layer_freq=2), "layer"),
     "hybrid-mtp-repeated-recompute": Layout(
         2,
