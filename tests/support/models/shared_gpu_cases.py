@@ -29,88 +29,78 @@ SHARDED = dict(layouts.SHARDED, bucket_size=400_000)
 ACTIVATION = dict(recompute_granularity="selective", recompute_modules=["moe_act", "layernorm"])
 SHARED = dict(moe_shared_expert_intermediate_size=256, moe_shared_expert_overlap=True)
 PADDED = dict(moe_router_padding_for_quantization=True)
-FP8_STORED = dict(bf16=True, accumulate=2, **SHARDED, ddp=dict(fp8_param_gather=True))
-LATE = dict(late_replicas=2)
 CAPACITY = dict(
     moe_expert_capacity_factor=1.0,
     moe_router_load_balancing_type="aux_loss",
     moe_aux_loss_coeff=1e-2,
 )
-# group: name: (fields of tiny_gpt.Case, fields of TransformerConfig, settings of FSSDP)
+
+
+def _case(fields: dict, model: dict = FUSED, **settings: Any) -> tuple[dict, dict, dict]:
+    """Fields of `tiny_gpt.Case`, of TransformerConfig, and settings of FSSDP."""
+    return fields, model, settings
+
+
+def _fp8(recipe: str, *, stored: bool = False, **settings: Any) -> tuple[dict, dict, dict]:
+    """In this recipe of fp8; parameters as well, where they are ``stored``."""
+    fields: dict[str, Any] = dict(bf16=True, accumulate=2)
+    model = dict(FUSED, fp8="e4m3" if recipe == "blockwise" else "hybrid", fp8_recipe=recipe)
+    if stored:
+        ddp, optimizer = dict(fp8_param_gather=True), dict(fp8_recipe=recipe)
+        fields |= dict(SHARDED, ddp=ddp, optimizer=optimizer)
+        model["fp8_param"] = True
+    if stored or recipe == "tensorwise":
+        model |= PADDED
+    return _case(fields, model, **settings)
+
+
+TWICE = dict(accumulate=2)
 CASES: dict[str, dict[str, tuple[dict, dict, dict]]] = {
     "layouts": {
-        "fused": (dict(accumulate=3), FUSED, {}),
-        "edp2-distopt-overlap": (dict(ep=2, accumulate=2, **SHARDED), FUSED, {}),
-        "pp2-vpp2-bf16-distopt-overlap": (
-            dict(ep=2, pp=2, vpp=2, accumulate=4, bf16=True, **SHARDED),
-            FUSED,
-            {},
+        "fused": _case(dict(accumulate=3)),
+        "edp2-distopt-overlap": _case(dict(SHARDED, ep=2, accumulate=2)),
+        "pp2-vpp2-bf16-distopt-overlap": _case(
+            dict(SHARDED, ep=2, pp=2, vpp=2, accumulate=4, bf16=True)
         ),
-        "tp2": (dict(tp=2, accumulate=2), FUSED, {}),
-        "tp2-etp2-distopt-overlap": (dict(ep=2, tp=2, etp=2, accumulate=2, **SHARDED), FUSED, {}),
-        "cp2-bf16": (dict(cp=2, accumulate=2, bf16=True), FUSED, {}),
+        "tp2": _case(dict(tp=2, accumulate=2)),
+        "tp2-etp2-distopt-overlap": _case(dict(SHARDED, ep=2, tp=2, etp=2, accumulate=2)),
+        "cp2-bf16": _case(dict(cp=2, accumulate=2, bf16=True)),
     },
     "settings": {
-        "bf16-distopt-overlap": (dict(bf16=True, accumulate=2, **SHARDED), FUSED, {}),
-        "bf16-main-grads": (
-            dict(bf16=True, accumulate=2, grad_reduce_in_fp32=False),
-            FUSED,
-            {},
+        "bf16-distopt-overlap": _case(dict(SHARDED, bf16=True, accumulate=2)),
+        "bf16-main-grads": _case(dict(bf16=True, accumulate=2, grad_reduce_in_fp32=False)),
+        "layer": _case(TWICE, dict(FUSED, num_layers=4), lifetime="layer"),
+        "late": _case(TWICE, late_replicas=2),
+        "unfused-bias": _case(TWICE, dict(add_bias_linear=True)),
+        "capacity-padded": _case(
+            TWICE, dict(FUSED, **CAPACITY, moe_pad_expert_input_to_capacity=True)
         ),
-        "layer": (dict(accumulate=2), dict(FUSED, num_layers=4), dict(lifetime="layer")),
-        "late": (dict(accumulate=2), FUSED, LATE),
-        "unfused-bias": (dict(accumulate=2), dict(add_bias_linear=True), {}),
-        "capacity-padded": (
-            dict(accumulate=2),
-            dict(FUSED, **CAPACITY, moe_pad_expert_input_to_capacity=True),
-            {},
-        ),
-        "sequential": (dict(grouped=False, accumulate=2), {}, {}),
+        "sequential": _case(dict(grouped=False, accumulate=2), {}),
     },
     "schedules": {
-        "full": (dict(accumulate=2), dict(FUSED, **FULL), {}),
-        "moe-layer": (dict(accumulate=2), dict(FUSED, **MOE, num_layers=4), dict(lifetime="layer")),
-        "activation": (dict(accumulate=2), dict(FUSED, **ACTIVATION), {}),
-        "permute-fusion": (
-            dict(bf16=True, accumulate=2),
-            dict(FUSED, moe_permute_fusion=True),
-            {},
+        "full": _case(TWICE, dict(FUSED, **FULL)),
+        "moe-layer": _case(TWICE, dict(FUSED, **MOE, num_layers=4), lifetime="layer"),
+        "activation": _case(TWICE, dict(FUSED, **ACTIVATION)),
+        "permute-fusion": _case(
+            dict(bf16=True, accumulate=2), dict(FUSED, moe_permute_fusion=True)
         ),
-        "shared-experts": (dict(accumulate=2), dict(FUSED, **SHARED), {}),
-        "mtp": (dict(accumulate=2), dict(FUSED, **MTP), {}),
-        "delayed-overlap": (dict(bf16=True, accumulate=4, **SHARDED), dict(FUSED, **DELAYED), {}),
-        "delayed-layer": (
-            dict(bf16=True, accumulate=4),
-            dict(FUSED, **DELAYED),
-            dict(lifetime="layer"),
+        "shared-experts": _case(TWICE, dict(FUSED, **SHARED)),
+        "mtp": _case(TWICE, dict(FUSED, **MTP)),
+        "delayed-overlap": _case(dict(SHARDED, bf16=True, accumulate=4), dict(FUSED, **DELAYED)),
+        "delayed-layer": _case(
+            dict(bf16=True, accumulate=4), dict(FUSED, **DELAYED), lifetime="layer"
         ),
     },
     "precisions": {
-        "fp8-tensorwise": (
-            dict(bf16=True, accumulate=2),
-            dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise"),
-            {},
-        ),
-        "fp8-blockwise": (
-            dict(bf16=True, accumulate=2),
-            dict(FUSED, fp8="e4m3", fp8_recipe="blockwise"),
-            {},
-        ),
-        "fp8-blockwise-stored": (
-            dict(FP8_STORED, optimizer=dict(fp8_recipe="blockwise")),
-            dict(FUSED, **PADDED, fp8="e4m3", fp8_recipe="blockwise", fp8_param=True),
-            {},
-        ),
-        "fp8-tensorwise-stored": (
-            dict(FP8_STORED, optimizer=dict(fp8_recipe="tensorwise")),
-            dict(FUSED, **PADDED, fp8="hybrid", fp8_recipe="tensorwise", fp8_param=True),
-            dict(lifetime="layer"),
-        ),
+        "fp8-tensorwise": _fp8("tensorwise"),
+        "fp8-blockwise": _fp8("blockwise"),
+        "fp8-blockwise-stored": _fp8("blockwise", stored=True),
+        "fp8-tensorwise-stored": _fp8("tensorwise", stored=True, lifetime="layer"),
     },
     "life": {
-        "checkpoints": (dict(accumulate=2, distributed_optimizer=True), FUSED, {}),
-        "moving-homes": (dict(ep=2, accumulate=2, distributed_optimizer=True), FUSED, {}),
-        "restart": (dict(accumulate=2), FUSED, {}),
+        "checkpoints": _case(dict(accumulate=2, distributed_optimizer=True)),
+        "moving-homes": _case(dict(ep=2, accumulate=2, distributed_optimizer=True)),
+        "restart": _case(TWICE),
     },
 }
 SAYS = "trained as stock Megatron"
