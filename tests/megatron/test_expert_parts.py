@@ -15,7 +15,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
-import loops
 import pytest
 import tiny_gpt
 import torch
@@ -130,48 +129,40 @@ def test_before_switch_on_after_it_and_later() -> None:
         chunks, _ = tiny_gpt.build(case)
         with pytest.raises(ValueError, match=f"layer 2: .*{refusal}"):
             tiny_gpt.fssdp_hook()(_on_rank_1(chunks, change))
-        loop = loops.Loop(case, tiny_gpt.fssdp_hook())
-        _on_rank_1(loop.chunks, change)
+        run = tiny_gpt.Model(case, tiny_gpt.fssdp_hook())
+        _on_rank_1(run.chunks, change)
         cannot_run = r"FSSDP cannot run:\n  - layer {0}: .*" + message
         with pytest.raises(ValueError, match=cannot_run.format(2)) as error:
-            loop.call(0, 1)
+            run.call(0, 1)
         assert str(error.value).endswith("(rank 1)"), error.value
-        loop = loops.Loop(case, tiny_gpt.fssdp_hook())
-        for step in range(2):
-            loop.zero()
-            loop.call(step, 1)
-            loop.update()
-        for layer in tiny_gpt.moe_layers(loop.chunks):
+        run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook())
+        for layer in tiny_gpt.moe_layers(run.chunks):
             change(layer.experts.local_experts[1])
-        loop.zero()
+        run.zero()
         for _ in range(2):
             with pytest.raises(ValueError, match=cannot_run.format(1)):
-                loop.call(2, 1)
+                run.call(2, 1)
 
 
 @ranks(2)
 def test_hooks_that_are_removed_in_time_or_attached_elsewhere() -> None:
     """They train as stock."""
-    case = tiny_gpt.initialized(skew=4)
+    case = tiny_gpt.initialized(skew=4, accumulate=2)
 
     def train(hook: Callable | None) -> tuple[list[float], list[int]]:
-        loop = loops.Loop(case, hook)
-        seen: list[int] = []
-        layers = tiny_gpt.moe_layers(loop.chunks)
-        handle = layers[0].experts.local_experts[0].register_forward_hook(lambda *args: None)
+        run, seen = tiny_gpt.train(case, steps=0, hook=hook), list[int]()
+        layers = tiny_gpt.moe_layers(run.chunks)
+        handle = layers[0].experts.local_experts[0].register_forward_hook(_ignore)
         handle.remove()
         layers[0].register_forward_hook(lambda module, args, output: seen.append(len(args[0])))
         layers[1].router.register_forward_hook(lambda module, args, output: seen.append(1))
-        losses = []
         for step in range(4):
-            loop.zero()
-            losses.append(loop.call(step, 2))
+            run.step(step)
             # in use between steps only, as for an evaluation
-            handle = layers[1].experts.local_experts[1].register_forward_hook(lambda *args: None)
-            loop.evaluate(step)
+            handle = layers[1].experts.local_experts[1].register_forward_hook(_ignore)
+            run.evaluate(step)
             handle.remove()
-            loop.update()
-        return losses, seen
+        return run.losses, seen
 
     stock, ours = train(None), train(tiny_gpt.fssdp_hook())
     assert ours[1] == stock[1]
@@ -187,20 +178,18 @@ def test_megatrons_own_loggers() -> None:
 
     # stock's own hooks for gradients fail on the other linears of this model
     gradients.LINEAR_TYPES = tuple(t for t in gradients.LINEAR_TYPES if "Grouped" in t.__name__)
-    case = tiny_gpt.initialized(skew=4, grouped=True)
+    case = tiny_gpt.initialized(skew=4, grouped=True, accumulate=2)
 
     def train(hook: Callable | None) -> tuple[list[float], dict[str, Any], list[int]]:
-        loop = loops.Loop(case, hook)
-        losses, replicas = [], []
+        run, replicas = tiny_gpt.train(case, steps=0, hook=hook), []
         records: dict[str, Any] = {}
         for step in range(5):
-            loop.zero()
             if step in (0, 3):
                 activations._LOGGER = gradients._LOGGER = None
-                activations.enable_tokens_per_expert_logging(loop.chunks, ".")
-                activations.enable_activation_logging(loop.chunks, ".")
-                gradients.enable_dgrad_logging(loop.chunks, ".")
-            losses.append(loop.call(step, 2))
+                activations.enable_tokens_per_expert_logging(run.chunks, ".")
+                activations.enable_activation_logging(run.chunks, ".")
+                gradients.enable_dgrad_logging(run.chunks, ".")
+            run.step(step)
             if step in (0, 3):
                 records[f"tokens {step}"] = dict(activations._LOGGER._decoder_tpe_records)
                 for logged in (
@@ -216,11 +205,8 @@ def test_megatrons_own_loggers() -> None:
                 activations.disable_tokens_per_expert_logging()
                 activations.disable_activation_logging()
                 gradients.disable_dgrad_logging()
-            if hook is not None:
-                layers = tiny_gpt.moe_layers(loop.chunks)
-                replicas.append(max(layer.fssdp.placement.num_replicas for layer in layers))
-            loop.update()
-        return losses, records, replicas
+            replicas.append(tiny_gpt.num_replicas(run.chunks))
+        return run.losses, records, replicas
 
     stock, wanted, _ = train(None)
     for settings in (dict(), dict(lifetime="layer", late_replicas=4)):
@@ -304,7 +290,7 @@ def test_experts_of_unequal_kind_or_size() -> None:
 @ranks(2)
 def test_one_module_of_experts_in_two_layers() -> None:
     """Refused with any number of slots; observing it changes nothing; equal weights in two modules train as stock."""
-    case = tiny_gpt.initialized(skew=4)
+    case = tiny_gpt.initialized(skew=4, accumulate=2)
 
     def tie(chunks: list) -> list:
         first, second = tiny_gpt.moe_layers(chunks)
@@ -318,13 +304,7 @@ def test_one_module_of_experts_in_two_layers() -> None:
         return chunks
 
     def train(hook: Callable[[list], list]) -> list[float]:
-        loop = loops.Loop(case, hook)
-        losses = []
-        for step in range(3):
-            loop.zero()
-            losses.append(loop.call(step, 2))
-            loop.update()
-        return losses
+        return tiny_gpt.train(case, hook=hook).losses
 
     for slots in (0, 2):
         chunks, _ = tiny_gpt.build(case)

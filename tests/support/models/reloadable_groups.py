@@ -15,32 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-QUERIES = (
-    "get_rank",
-    "get_world_size",
-    "get_backend",
-    "get_global_rank",
-    "get_group_rank",
-    "get_process_group_ranks",
-)
-COLLECTIVES = (
-    "all_reduce",
-    "all_gather",
-    "all_gather_into_tensor",
-    "all_gather_object",
-    "all_to_all",
-    "all_to_all_single",
-    "broadcast",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor",
-    "barrier",
-    "send",
-    "recv",
-    "isend",
-    "irecv",
-    "_coalescing_manager",
-)
+QUERIES = """get_rank get_world_size get_backend get_global_rank get_group_rank
+    get_process_group_ranks""".split()
+COLLECTIVES = """all_reduce all_gather all_gather_into_tensor all_gather_object all_to_all
+    all_to_all_single broadcast reduce reduce_scatter reduce_scatter_tensor barrier send recv isend
+    irecv _coalescing_manager""".split()
 # slime lists collectives by name; torch 2.13 calls some by new names, and these are all of both
 FORWARDED = (
     "barrier broadcast allreduce allreduce_coalesced reduce gather scatter alltoall alltoall_base "

@@ -51,9 +51,8 @@ if not ON_GPU:
     megatron_on_cpu.after_import()
 
 VOCAB = 64
-FREE = str(
-    Path(__file__).parents[2] / "data" / "free_copies.json"
-)  # speeds at which even a tiny model's copies pay
+# speeds at which even a tiny model's copies pay
+FREE = str(Path(__file__).parents[2] / "data" / "free_copies.json")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +67,8 @@ class Case:
     cp: int = 1
     accumulate: int = 1  # microbatches per step
     distributed_optimizer: bool = False
-    overlap: bool = (
-        False  # gradient reduction and, with the distributed optimizer, parameter gathering
-    )
+    # gradient reduction and, with the distributed optimizer, parameter gathering
+    overlap: bool = False
     bucket_size: int = 4000  # elements of a bucket, with overlap
     bf16: bool = False
     fp16: bool = False
@@ -79,9 +77,8 @@ class Case:
     micro_batch: int = 2  # sequences
     skew: float = 1.5  # added to the router's logits of the first experts: see `add_skew`
     one_expert: bool = False  # every token goes to expert 0
-    grouped: bool = (
-        False  # experts are a TEGroupedMLP, over TransformerEngine: call te_on_cpu.install() first
-    )
+    # experts are a TEGroupedMLP, over TransformerEngine, which must be there first
+    grouped: bool = False
     grad_reduce_in_fp32: bool = True
     # further fields of DistributedDataParallelConfig, TransformerConfig and OptimizerConfig, also as dicts
     ddp: tuple[tuple[str, Any], ...] = ()
@@ -262,6 +259,12 @@ def moe_layers(chunks: list) -> list[MoELayer]:
     return [m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)]
 
 
+def num_replicas(chunks: list) -> int:
+    """The most that any layer of a model has, on all ranks of its group."""
+    states = [layer.fssdp for layer in moe_layers(chunks) if hasattr(layer, "fssdp")]
+    return max((state.placement.num_replicas for state in states), default=0)
+
+
 def add_skew(layer: MoELayer, case: Case) -> None:
     """Make some experts hot, other ones in every layer, so that replicas are worth having."""
     bias = torch.zeros(case.experts, device="cuda")
@@ -400,9 +403,8 @@ def forward_step(
         )
         return loss, count, {"lm loss": report}
 
-    if (
-        return_schedule_plan
-    ):  # overlap_moe_expert_parallel_comm: the schedule runs the layers' parts itself
+    # overlap_moe_expert_parallel_comm: the schedule runs the layers' parts itself
+    if return_schedule_plan:
         while not hasattr(model, "build_schedule_plan"):
             model = model.module
         return model.build_schedule_plan(tokens, positions, mask, labels=labels), loss_func
@@ -515,9 +517,7 @@ class Trained(Model):
             self.before_step(self.chunks, index)
         updated, norm, _ = self.optimizer.step()
         assert updated
-        for layer in moe_layers(self.chunks):
-            if hasattr(layer, "fssdp"):
-                self.replicas = max(self.replicas, layer.fssdp.placement.num_replicas)
+        self.replicas = max(self.replicas, num_replicas(self.chunks))
         self.grad_norms.append(float(norm))
         return self.losses[-1]
 
@@ -560,36 +560,24 @@ def evaluating(chunks: list) -> Iterator[None]:
 def before_transfers(chunks: list, act: Callable[[str, TransferPlan, list, str], None]) -> list:
     """Have ``act(what, plan, slots, label)`` called before a converted model begins a transfer: ``what`` is "fetch" or
     "return", ``slots`` are the chunks of this rank's replicas."""
-    for transport in {
-        id(layer.fssdp.transport): layer.fssdp.transport for layer in moe_layers(chunks)
-    }.values():
-        fetch, return_gradients = transport.fetch, transport.return_gradients
 
-        def act_and_fetch(
-            plan: TransferPlan, homes: Any, slots: list, *, fetch: Callable = fetch, **settings: Any
-        ) -> Transfer:
-            act("fetch", plan, slots, settings["label"])
-            return fetch(plan, homes, slots, **settings)
+    def acting(what: str, begin: Callable) -> Callable:
+        def act_and_begin(plan: TransferPlan, *buffers: Any, **settings: Any) -> Transfer:
+            homes_and_slots = buffers if what == "fetch" else buffers[::-1]
+            act(what, plan, homes_and_slots[1], settings["label"])
+            return begin(plan, *buffers, **settings)
 
-        def act_and_return(
-            plan: TransferPlan,
-            slots: list,
-            homes: Any,
-            *,
-            back: Callable = return_gradients,
-            **settings: Any,
-        ) -> Transfer:
-            act("return", plan, slots, settings["label"])
-            return back(plan, slots, homes, **settings)
+        return act_and_begin
 
-        transport.fetch, transport.return_gradients = act_and_fetch, act_and_return
+    for transport in {layer.fssdp.transport for layer in moe_layers(chunks)}:
+        transport.fetch = acting("fetch", transport.fetch)
+        transport.return_gradients = acting("return", transport.return_gradients)
     return chunks
 
 
 SAME = {"loss": 0.0, "grad": 0.0, "param": 0.0}
-BF16_TOLERANCE = (
-    1e-2  # activations are rounded to 8 bits, and GEMMs over fewer tokens may round differently
-)
+# activations are rounded to 8 bits, and GEMMs over fewer tokens may round differently
+BF16_TOLERANCE = 1e-2
 
 
 def difference(a: Trained, b: Trained) -> dict[str, float]:
