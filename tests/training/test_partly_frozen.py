@@ -13,7 +13,7 @@ import loops
 import pytest
 import tiny_gpt
 import torch
-from layouts import BIAS, MOE
+from layouts import BIAS, MOE, SHARDED
 from quick import quick
 from ranks import ranks
 
@@ -27,7 +27,8 @@ class Case:
 
     frozen: Callable[[int, int, str], bool]  # (step, expert or -1, name)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # of FSSDP
-    model: dict[str, Any] = dataclasses.field(default_factory=dict)  # fields of tiny_gpt.Case
+    fields: dict[str, Any] = dataclasses.field(default_factory=dict)  # of tiny_gpt.Case
+    model: dict[str, Any] = dataclasses.field(default_factory=dict)  # of TransformerConfig
     own_loop: bool = False  # without Megatron's schedules
     fused: bool = False  # gradients are added to main_grad by GEMMs
 
@@ -56,8 +57,8 @@ CASES = {
     "all": Case(_always(*range(EXPERTS))),
     "first-of-each-rank-late": Case(_always(0, 4), dict(late_replicas=4)),
     "own-loop": Case(_always(0, 5), own_loop=True),
-    "distopt-overlap": Case(_always(0, 5), model=dict(distributed_optimizer=True, overlap=True)),
-    "fused-biases": Case(_always(0, 5), model=dict(settings=BIAS), fused=True),
+    "distopt-overlap": Case(_always(0, 5), fields=SHARDED),
+    "fused-biases": Case(_always(0, 5), model=BIAS, fused=True),
     "all-later": Case(_in_steps((2, 3), *range(EXPERTS))),
     "until": Case(_in_steps((0, 1, 2), 0, 5, 6)),
     "in-turn": Case(_in_turn),
@@ -65,15 +66,13 @@ CASES = {
     "first-linears": Case(lambda step, expert, name: expert >= 0 and "linear_fc1" in name),
     "biases-alone": Case(
         lambda step, expert, name: expert >= 0 and "bias" not in name,
-        model=dict(settings=BIAS),
+        model=BIAS,
     ),
-    "front-recomputed": Case(
-        _everything_but("layers.1.", "output_layer"), LAYER, dict(settings=MOE)
-    ),
+    "front-recomputed": Case(_everything_but("layers.1.", "output_layer"), LAYER, model=MOE),
     "all-but-some-experts": Case(
         lambda step, expert, name: not (expert in (0, 6) and "layers.1." in name)
     ),
-    "edp2": Case(_always(0, 5), model=dict(overlap=True)),
+    "edp2": Case(_always(0, 5), fields=dict(overlap=True)),
 }
 QUICK = "one-nvlink all-of-rank-1-layer-nvlink in-turn first-linears"
 GROUPED = {
@@ -82,7 +81,7 @@ GROUPED = {
     "first-of-each-rank": Case(_always(0, 4)),
     "first-of-rank-1-layer": Case(_always(4), LAYER),
     "in-turn-nvlink": Case(_in_turn, NVLINK),
-    "biases": Case(_always(1, 5), model=dict(settings=BIAS)),
+    "biases": Case(_always(1, 5), model=BIAS),
     # for one iteration stock's fused GEMM ignores it
     "one-step-fused": Case(_in_steps((2,), 5), fused=True),
     "all-later-fused": Case(_in_steps((2, 3), *range(EXPERTS)), fused=True),
@@ -105,9 +104,8 @@ def test_grouped_experts(name: str) -> None:
 def _compare(name: str, case: Case, *, grouped: bool) -> None:
     if case.fused:
         tiny_gpt.install_fused_wgrad()
-    model = dict(case.model)
-    settings = (*model.pop("settings", ()), ("gradient_accumulation_fusion", case.fused))
-    tiny = tiny_gpt.initialized(skew=4, grouped=grouped, settings=settings, **model)
+    settings = dict(case.model, gradient_accumulation_fusion=case.fused)
+    tiny = tiny_gpt.initialized(skew=4, grouped=grouped, settings=settings, **case.fields)
     stock_losses, stock_grads, stock_params, _ = _train(case, tiny, None)
     losses, grads, params, replicas = _train(case, tiny, tiny_gpt.fssdp_hook(**case.settings))
     assert replicas, f"{name}: nothing was replicated"
@@ -116,12 +114,9 @@ def _compare(name: str, case: Case, *, grouped: bool) -> None:
         assert ours.keys() == wanted.keys()
         largest = max([float(grad.abs().max()) for grad in wanted.values()] or [0.0])
         for parameter, grad in wanted.items():
+            where = f"{name}, step {step}: {parameter}"
             torch.testing.assert_close(
-                ours[parameter],
-                grad,
-                rtol=0,
-                atol=1e-5 * largest,
-                msg=f"{name}, step {step}: {parameter}",
+                ours[parameter], grad, rtol=0, atol=1e-5 * largest, msg=where
             )
     for parameter, value in stock_params.items():
         torch.testing.assert_close(params[parameter], value, rtol=0, atol=1e-5, msg=parameter)
@@ -146,16 +141,12 @@ def _train(case: Case, tiny: Any, hook: Callable | None) -> tuple[Any, list, dic
         freeze(loop.chunks, step)
         loop.zero()
         if case.own_loop:
-            loss = loop.forward(step, 0)
-            loss.backward()
-            losses.append(float(loss))
+            losses.append(loops.backward(loop, step, 0))
             loop.finish()
         else:
             losses.append(loop.call(step, 2))
         grads.append({name: _grad(p) for name, p in tiny_gpt.named_parameters(loop.chunks)})
-        if hook is not None:
-            for layer in tiny_gpt.moe_layers(loop.chunks):
-                replicas = max(replicas, layer.fssdp.placement.num_replicas)
+        replicas = max(replicas, tiny_gpt.num_replicas(loop.chunks))
         loop.update()
     params = {name: p.detach().clone() for name, p in tiny_gpt.named_parameters(loop.chunks)}
     return torch.tensor(losses), grads, params, replicas
