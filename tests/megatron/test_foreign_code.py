@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import tiny_gpt
+from model_state import refusal
 from ranks import ranks
 
 KINDS = {
@@ -44,12 +45,6 @@ def of_own_kind(module: Any, method: str, *, name: str = "TurboExperts") -> type
     own.__module__ = "turbo"
     kind = type(name, (base,), {method: own, "__module__": "turbo"})
     return kind
-
-
-def refusal(chunks: list) -> str:
-    with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
-        tiny_gpt.fssdp_hook()(chunks)
-    return str(error.value)
 
 
 @ranks(2)

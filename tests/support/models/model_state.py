@@ -1,6 +1,17 @@
-"""Snapshots of models, to see that switching on has left one as it was."""
+"""What FSSDP says when it cannot be switched on, and snapshots of models, to see that one is then as it was."""
 
 from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import tiny_gpt
+
+
+def refusal(chunks: list, **settings: Any) -> str:
+    with pytest.raises(ValueError, match="FSSDP cannot be switched on") as error:
+        tiny_gpt.fssdp_hook(**settings)(chunks)
+    return str(error.value)
 
 
 def snapshot(chunks: list) -> list:
