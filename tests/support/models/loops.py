@@ -166,17 +166,8 @@ def backward(loop: Loop, step: int, index: int, *, scale: float = 1.0) -> float:
     return float(loss)
 
 
-def sharpness_aware(loop: Loop, step: int) -> list[float]:
-    """Gradient, weights changed in place, gradient there, weights changed back."""
-    losses = [loop.call(step, 2)]
-    with loop.scaled(1.05, "foreach"):
-        loop.zero()
-        losses.append(loop.call(step, 2))
-    return losses
-
-
 def sharpness_aware_by_microbatch(loop: Loop, step: int) -> list[float]:
-    """Each microbatch at weights of its own; gradients add up, no reduction and no zeroing in between."""
+    """Each microbatch at weights of its own, and back; gradients add up, no reduction and no zeroing in between."""
     losses = []
     with loop.chunks[0].no_sync():
         for index in range(3):
@@ -184,14 +175,6 @@ def sharpness_aware_by_microbatch(loop: Loop, step: int) -> list[float]:
                 losses.append(backward(loop, step, index))
     loop.chunks[0].start_grad_sync()
     return losses
-
-
-def weights_change_before_last(loop: Loop, step: int) -> list[float]:
-    """The last microbatch runs outside of ``no_sync``, at other weights than those before."""
-    with loop.chunks[0].no_sync():
-        loss = backward(loop, step, 0)
-    with loop.scaled(1.05):
-        return [loss, backward(loop, step, 1)]
 
 
 def calls_at_other_weights(loop: Loop, step: int) -> list[float]:
@@ -489,12 +472,9 @@ REPEATED = {
 PATTERNS: dict[str, Pattern] = {
     "microbatches vary, no calculator": steps_of(calls_of(1, 3, 2, 4)),
     "calculator says no divisor": steps_of(calls_of(3, 3, 3, 3), announced=2),
-    "calculator is right, then not": steps_of(calls_of(4, 4, 3, 4), announced=4),
     "log-probabilities before the step": steps_of(call_and_log_probabilities, announced=2),
     "forward without backward": call_and(forward_without_backward),
-    "sharpness-aware": steps_of(sharpness_aware),
     "sharpness-aware by microbatch": by_hand(sharpness_aware_by_microbatch),
-    "other weights for the last microbatch": by_hand(weights_change_before_last),
     "calls at other weights, one reduction": by_hand(calls_at_other_weights),
     "two forwards, then two backwards": by_hand(forwards_then_backwards),
     "forgotten forward at other weights": by_hand(forgotten_forward_at_other_weights),
