@@ -31,14 +31,13 @@ def unclipped(case: Any) -> Any:
     return dataclasses.replace(case, optimizer=(*case.optimizer, ("clip_grad", 0.0)))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class MovedHomes:
     """Trainings whose homes move at every look, against one training of stock Megatron.
 
     Args:
         case: a `tiny_gpt.Case` that does not clip gradients.
-        stock: trained for `STEPS` steps.
-        values: all that stock's optimizer keeps.
+        stock: is trained on to `STEPS` steps.
         prepare: what is done with every model before it is converted.
         orders: as in `rehoming_hooks.rehoming_hook`.
         tolerance: of runs with replicas.
@@ -47,30 +46,19 @@ class MovedHomes:
 
     case: Any
     stock: Any
-    values: dict[str, Tensor]
-    prepare: Hook
-    orders: Callable[..., Any]
-    tolerance: float
-    may_be_back: bool
+    prepare: Hook = list
+    orders: Callable[..., Any] = moved_homes.wanted_at
+    tolerance: float = 1e-5
+    may_be_back: bool = False
+    # all that stock's optimizer keeps
+    values: dict[str, Tensor] = dataclasses.field(init=False)
 
-    @classmethod
-    def against(
-        cls,
-        stock: Any,
-        *,
-        case: Any,
-        prepare: Hook = lambda chunks: chunks,
-        orders: Callable[..., Any] = moved_homes.wanted_at,
-        tolerance: float = 1e-5,
-        may_be_back: bool = False,
-    ) -> MovedHomes:
-        """Train ``stock`` on to `STEPS` steps."""
-        for index in range(len(stock.losses), STEPS):
-            stock.step(index)
-        stock.gather_params()
-        values = optimizer_values(stock.optimizer)
-        assert values
-        return cls(case, stock, values, prepare, orders, tolerance, may_be_back)
+    def __post_init__(self) -> None:
+        for index in range(len(self.stock.losses), STEPS):
+            self.stock.step(index)
+        self.stock.gather_params()
+        self.values = optimizer_values(self.stock.optimizer)
+        assert self.values
 
     def train(self, **settings: Any) -> Any:
         hook = rehoming_hooks.rehoming_hook(self.orders, rehome=LOOKS, **settings)
@@ -107,7 +95,7 @@ class MovedHomes:
             torch.testing.assert_close(values[name], expected, **close, msg=name)
 
 
-def compare(case: Any, *, prepare: Hook = lambda chunks: chunks, **further: Any) -> None:
+def compare(case: Any, *, prepare: Hook = list, **further: Any) -> None:
     """Compare a case without replicas and, unless ``slots`` is 0, with them.
 
     Args:
@@ -118,7 +106,7 @@ def compare(case: Any, *, prepare: Hook = lambda chunks: chunks, **further: Any)
     fields = {name: further.pop(name) for name in FIELDS if name in further}
     case = unclipped(case)
     stock = tiny_gpt.train(case, steps=STEPS, hook=prepare)
-    moved = MovedHomes.against(stock, case=case, prepare=prepare, **fields)
+    moved = MovedHomes(case, stock, prepare=prepare, **fields)
     moved.assert_bitwise(**further)
     if further.get("slots") != 0:
         moved.assert_close(**further)
@@ -140,20 +128,19 @@ def restore(trained: Any, *, may_be_back: bool = False) -> None:
 
 def optimizer_values(optimizer: Any) -> dict[str, Tensor]:
     """All that Megatron's ``optimizer`` steps and keeps on this rank, by where it lies in torch's optimizers."""
-    found = {}
+    values = {}
     for i, inner in enumerate(_torch_optimizers(optimizer)):
         stepped = [p for group in inner.param_groups for p in group["params"]]
         for j, p in enumerate(stepped):
-            found[f"{i}.{j}"] = p.detach().clone()
+            values[f"{i}.{j}"] = p.detach().clone()
             for name, value in inner.state.get(p, {}).items():
                 if isinstance(value, Tensor):
-                    is_remainder = (
-                        value.dtype is torch.int16
-                    )  # of the main parameter, below the parameter's own bits
-                    found[f"{i}.{j}.{name}"] = (
+                    # of the main parameter, below the parameter's own bits
+                    is_remainder = value.dtype is torch.int16
+                    values[f"{i}.{j}.{name}"] = (
                         join(p, value) if is_remainder else value.detach().clone()
                     )
-    return found
+    return values
 
 
 def _torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:

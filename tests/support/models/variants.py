@@ -99,12 +99,8 @@ def compare(name: str, layout: Layout, chosen: Iterable[str]) -> dict[str, dict[
     short.params = {name: p.double() for name, p in stock.params.items()}
     moved = None
     if any(variant.moves_homes for variant in variants.values()):
-        moved = training_with_moves.MovedHomes.against(
-            stock,
-            case=case,
-            prepare=prepare,
-            tolerance=tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5,
-        )
+        tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
+        moved = training_with_moves.MovedHomes(case, stock, prepare=prepare, tolerance=tolerance)
     worst: dict[str, dict[str, float]] = {}
     for label, variant in variants.items():
         print(f"{name} {label}", flush=True)  # shown with a failure
