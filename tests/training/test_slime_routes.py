@@ -174,6 +174,19 @@ def set_stage_in_forward(framework: Any) -> None:
     tiny_gpt.forward_step = forward_step
 
 
+def _compare(
+    framework: Slime, model: dict[str, Any], **settings: Any
+) -> tuple[Any, list[np.ndarray]]:
+    """Train with stock and with FSSDP, which must be alike; FSSDP's run and forecasts."""
+    case, forecasts = tiny_gpt.initialized(accumulate=MICROBATCHES, settings=model), []
+    set_stage_in_forward(framework)
+    stock = train(case, framework)
+    replayed_routes.note_forecasts(forecasts)
+    ours = train(case, framework, slots=2, **settings)
+    tiny_gpt.assert_trained_alike(stock, ours)
+    return ours, forecasts
+
+
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("kind", "lifetime", "megatron"),
@@ -185,14 +198,8 @@ def test_plans_are_made_for_the_replayed_routes(
     kind: type[Slime], lifetime: str, megatron: dict
 ) -> None:
     """From the first step on, and with lifetime ``iteration`` for the sum of all microbatches of the step."""
-    case = tiny_gpt.initialized(accumulate=MICROBATCHES, settings=megatron)
     framework = kind()
-    set_stage_in_forward(framework)
-    stock = train(case, framework)
-    forecasts: list[np.ndarray] = []
-    replayed_routes.note_forecasts(forecasts)
-    ours = train(case, framework, lifetime=lifetime, slots=2, late_replicas=2)
-    tiny_gpt.assert_trained_alike(stock, ours, lifetime)
+    ours, forecasts = _compare(framework, megatron, lifetime=lifetime, late_replicas=2)
     planned = MICROBATCHES if lifetime == "iteration" else 1
     starts = range(0, ROLLOUTS * STEPS * MICROBATCHES, planned)
     true = [
@@ -209,14 +216,7 @@ def test_plans_are_made_for_the_replayed_routes(
 @ranks(2)
 def test_ranks_that_know_different_numbers_of_microbatches_plan_alike() -> None:
     """Rank 0 knows three microbatches of the first step and rank 1 one: of 3 microbatches 2 are known on average."""
-    case = tiny_gpt.initialized(accumulate=MICROBATCHES)
-    framework = Slime()
-    set_stage_in_forward(framework)
-    stock = train(case, framework)
-    forecasts: list[np.ndarray] = []
-    replayed_routes.note_forecasts(forecasts)
-    ours = train(case, framework, has_lazy_rank=True, slots=2)
-    tiny_gpt.assert_trained_alike(stock, ours)
+    _, forecasts = _compare(Slime(), {}, has_lazy_rank=True)
     planned: list[Any] = [None, None]
     dist.all_gather_object(planned, [forecast.tolist() for forecast in forecasts])
     assert planned[0] == planned[1]
