@@ -33,11 +33,7 @@ SHARED_AUX = balanced("aux_loss", **SHARED_EXPERTS)
 # scopes of TransformerEngine's graphs, layouts, and settings of FSSDP
 TRANSFORMER_ENGINE: dict[str, tuple[tuple[str, ...], Layout, dict]] = {
     "router-late": (ROUTER, Layout(2, SHARDED, {}), dict(late_replicas=4)),
-    "router-alone": (
-        ("moe_router",),
-        Layout(2, dict(accumulate=4), {}),
-        dict(lifetime="layer"),
-    ),
+    "router-alone": (("moe_router",), Layout(2, dict(accumulate=4), {}), dict(lifetime="layer")),
     "preprocess": (SCOPES, Layout(2, TWICE, {}), {}),
     "before-the-first-step": (SCOPES, Layout(2, TWICE, dict(cuda_graph_warmup_steps=0)), {}),
     "layer-recompute": (
@@ -53,10 +49,7 @@ TRANSFORMER_ENGINE: dict[str, tuple[tuple[str, ...], Layout, dict]] = {
     "tp2": (SCOPES, Layout(4, dict(TWICE, tp=2), {}), {}),
 }
 # scopes of Megatron's own graphs, which capture parts of hybrid models only
-HYBRID = {
-    "hybrid": (ROUTER, "iteration"),
-    "mamba-layer": (("mamba", "moe_preprocess"), "layer"),
-}
+HYBRID = {"hybrid": (ROUTER, "iteration"), "mamba-layer": (("mamba", "moe_preprocess"), "layer")}
 
 
 class _Moving:

@@ -17,15 +17,7 @@ import pytest
 import tiny_gpt
 import torch
 import torch.distributed as dist
-from layouts import (
-    COMBINED,
-    DELAYED,
-    FULL,
-    FUSED_WGRAD,
-    MTP_REPEATED,
-    SHARED_EXPERTS,
-    balanced,
-)
+from layouts import COMBINED, DELAYED, FULL, FUSED_WGRAD, MTP_REPEATED, SHARED_EXPERTS, balanced
 from ranks import ranks
 
 from megatron_hecate.comm.agreement import SwitchOnError

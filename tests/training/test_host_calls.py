@@ -33,11 +33,7 @@ def test_few_calls_are_added(experts: str) -> None:
     grouped = experts == "TEGroupedMLP"
     settings = dict(hidden_size=16, moe_ffn_hidden_size=16, gradient_accumulation_fusion=grouped)
     case = tiny_gpt.initialized(
-        experts=16,
-        accumulate=MICROBATCHES,
-        skew=2.0,
-        grouped=grouped,
-        settings=settings,
+        experts=16, accumulate=MICROBATCHES, skew=2.0, grouped=grouped, settings=settings
     )
     phases = Phases()
     hooks: tuple[Any, ...] = (None, fssdp(HecateConfig(slots=2)), tiny_gpt.fssdp_hook())

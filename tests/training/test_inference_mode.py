@@ -19,6 +19,8 @@ from layouts import ALLGATHER, flex
 from quick import quick
 from ranks import ranks
 
+pytestmark = pytest.mark.newest
+
 # models, and when they evaluate
 DISPATCHERS: dict[str, tuple[dict[str, Any], str]] = {
     "allgather": (ALLGATHER, "before and between"),
@@ -30,21 +32,18 @@ DISPATCHERS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("name", quick(DISPATCHERS, ["hybridep"]))
 @ranks(2)
 def test_every_dispatcher(name: str) -> None:
     _compare(*DISPATCHERS[name])
 
 
-@pytest.mark.newest
 @pytest.mark.slow
 @ranks(2, preload="te")
 def test_grouped_experts() -> None:
     _compare({}, "before and between", grouped=True)
 
 
-@pytest.mark.newest
 @ranks(2)
 def test_homes_that_have_moved() -> None:
     """Then every dispatcher runs over physical experts, and experts are moved back where a state dict is read."""

@@ -29,6 +29,8 @@ from replayed_routes import (
 
 from megatron_hecate.record.metrics import layer_metrics
 
+pytestmark = pytest.mark.newest
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "recompute-overlap": (dict(SHARDED, accumulate=2), FULL),
     "ep-comm-overlap": (dict(accumulate=2), COMBINED),
@@ -37,7 +39,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("name", quick(CASES, ["recompute-overlap"]))
 @ranks(lambda name: 4 if "pp" in CASES[name][0] else 2)
 def test_plans_are_made_for_the_replayed_routes(name: str) -> None:
@@ -64,7 +65,6 @@ def test_plans_are_made_for_the_replayed_routes(name: str) -> None:
     assert not any(m.late for m in layer_metrics(ours.chunks))
 
 
-@pytest.mark.newest
 @ranks(2)
 def test_of_an_iteration_the_first_microbatch_is_known_and_the_rest_expected() -> None:
     """Where nobody tells: the first microbatch's loads, plus those of each further one, which are taken to be alike in
@@ -94,7 +94,6 @@ def _compare_with_stock() -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.newest
 @ranks(2)
 def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
     """verl's `RouterReplay` (verl/utils/megatron/router_replay_patch.py, 1dda039b) masks tokens without a route, whose
@@ -119,7 +118,6 @@ def test_tokens_that_their_router_chooses_itself_are_not_counted() -> None:
     assert_counted(found, ~masked)
 
 
-@pytest.mark.newest
 @ranks(2)
 def test_a_token_that_names_an_expert_twice_is_routed_to_it_once() -> None:
     """verl (the same file) and ms-swift (3602360a) pad routes with zeros, and patch the dispatcher, which takes the

@@ -105,8 +105,7 @@ def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None
         with pytest.raises(RuntimeError, match="moved homes"):
             run.chunks[0].state_dict()
         with pytest.raises(
-            RuntimeError,
-            match="experts are inconsistent; restart from the last checkpoint",
+            RuntimeError, match="experts are inconsistent; restart from the last checkpoint"
         ):
             run.step(3)
     else:

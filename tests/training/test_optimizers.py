@@ -36,13 +36,7 @@ OPTIMIZERS: dict[str, tuple[int, dict, dict, dict, dict[str, int]]] = {
     "torch-sgd-without-momentum": (2, {}, dict(optimizer="sgd", sgd_momentum=0.0), {}, {}),
     "te-adam-distopt": (2, SHARDED, {}, BIAS, {}),
     "te-adam-precision-aware": (2, BF16, MOMENTS_IN_BF16, {}, dict(FusedAdam=6)),
-    "te-adam-precision-aware-edp2": (
-        4,
-        dict(BF16, overlap=True),
-        MOMENTS_IN_BF16,
-        BIAS,
-        {},
-    ),
+    "te-adam-precision-aware-edp2": (4, dict(BF16, overlap=True), MOMENTS_IN_BF16, BIAS, {}),
     "te-adam-precision-aware-whole-main": (
         2,
         BF16,

@@ -39,10 +39,7 @@ APART: dict[str, tuple[Layout, dict[str, Any]]] = {
     "shared experts": (Layout(4, TINY, OVERLAPPED), dict(late_replicas=2)),
     "bf16": (Layout(4, dict(SHARDED, bf16=True, accumulate=2), {}), {}),
     "all-reduces": (Layout(4, dict(overlap=True, bucket_size=1, accumulate=2), {}), {}),
-    "grouped, fused": (
-        Layout(4, dict(TINY, accumulate=2), FUSED_WGRAD, experts="grouped"),
-        {},
-    ),
+    "grouped, fused": (Layout(4, dict(TINY, accumulate=2), FUSED_WGRAD, experts="grouped"), {}),
     "accumulated": (Layout(4, ACCUMULATED, {}), {}),
     "accumulated, small buckets": (Layout(4, dict(ACCUMULATED, bucket_size=1000), {}), {}),
     "accumulated, recomputed": (Layout(4, dict(ACCUMULATED, accumulate=2), FULL), LAYER),
@@ -74,9 +71,7 @@ QUICK_APART = ("grouped, fused", "accumulated, combined")
 @pytest.mark.newest
 @pytest.mark.parametrize("name", quick(APART, QUICK_APART))
 @ranks(
-    lambda name: APART[name][0].num_ranks,
-    timeout=300,
-    preload=lambda name: APART[name][0].packages,
+    lambda name: APART[name][0].num_ranks, timeout=300, preload=lambda name: APART[name][0].packages
 )
 def test_ranks_without_replicas(name: str) -> None:
     """Expert-parallel groups plan apart: the ranks of each of two in turn have no replicas.

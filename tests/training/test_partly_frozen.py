@@ -64,10 +64,7 @@ CASES = {
     "in-turn": Case(_in_turn),
     "in-turn-layer": Case(_in_turn, LAYER),
     "first-linears": Case(lambda step, expert, name: expert >= 0 and "linear_fc1" in name),
-    "biases-alone": Case(
-        lambda step, expert, name: expert >= 0 and "bias" not in name,
-        model=BIAS,
-    ),
+    "biases-alone": Case(lambda step, expert, name: expert >= 0 and "bias" not in name, model=BIAS),
     "front-recomputed": Case(_everything_but("layers.1.", "output_layer"), LAYER, model=MOE),
     "all-but-some-experts": Case(
         lambda step, expert, name: not (expert in (0, 6) and "layers.1." in name)

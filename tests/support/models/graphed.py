@@ -11,11 +11,5 @@ def declare() -> None:
 
     from megatron_hecate.step.prefetch import Prefetcher
 
-    for name in (
-        "before_attention",
-        "materialize",
-        "dispatched",
-        "begin_chunk",
-        "add_late",
-    ):
+    for name in ("before_attention", "materialize", "dispatched", "begin_chunk", "add_late"):
         not_in_graphs(Prefetcher, name)

@@ -226,11 +226,7 @@ FLEX = {
     "hybridep-tp2-etp2": core(4, dict(tp=2, etp=2), flex("hybridep"), "layer"),
     "hybridep-ep-comm-overlap": Layout(2, dict(accumulate=4), flex("hybridep", **COMBINED)),
     "hybridep-hybrid-mtp-repeated": Layout(
-        2,
-        dict(accumulate=2),
-        layers(5, **flex("hybridep"), **MTP_TWICE),
-        "layer",
-        pattern=HYBRID,
+        2, dict(accumulate=2), layers(5, **flex("hybridep"), **MTP_TWICE), "layer", pattern=HYBRID
     ),
     "ncclep": Layout(2, dict(accumulate=2), flex("ncclep"), "layer", quick="replicas"),
     "ncclep-tp2-etp2": Layout(4, dict(tp=2, etp=2), flex("ncclep"), "layer"),

@@ -34,9 +34,7 @@ def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
         def afford(self, choices: Iterable[Choice], order: np.ndarray) -> HomeAssignment:
             found = {choice.layer: choice.order for choice in choices}
             return HomeAssignment(
-                order=np.stack([found[i] for i in range(len(order))]),
-                num_bytes=1.0,
-                saved=1.0,
+                order=np.stack([found[i] for i in range(len(order))]), num_bytes=1.0, saved=1.0
             )
 
     schedule.HomeSearch = Wanted

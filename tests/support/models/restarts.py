@@ -85,11 +85,7 @@ def left() -> Left:
         if str(kind.__module__).startswith("megatron_hecate."):
             objects[kind.__name__] = objects.get(kind.__name__, 0) + 1
     return Left(
-        threads,
-        groups,
-        len(list(Path("/proc/self/fd").iterdir())),
-        objects,
-        sum(storages.values()),
+        threads, groups, len(list(Path("/proc/self/fd").iterdir())), objects, sum(storages.values())
     )
 
 
