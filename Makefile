@@ -21,7 +21,7 @@ OUT ?= demo-out
 IMAGE ?=
 BIN = .venv/bin
 OLDEST = tests/training/test_layouts.py tests/training/test_flex.py tests/training/test_checkpoint.py tests/test_hook.py \
-    tests/switch_on/test_classification.py tests/switch_on/test_wrappers.py tests/training/test_rehoming.py tests/training/test_moved_checkpoint.py
+    tests/switch_on/test_classification.py tests/switch_on/test_wrappers.py tests/training/test_rehoming.py
 BETWEEN = 0.17.1 0.18.2
 # Which tests other versions of Megatron run; `make test-all` runs the slow ones there, too.
 OTHERS = not newest and not slow

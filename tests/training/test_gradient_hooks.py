@@ -99,46 +99,6 @@ def _compare(
 def test_gradients_by_autograd_grad_of_weights_with_a_hook() -> None:
     """`torch.autograd.grad` has all of them, and leaves ``main_grad`` alone."""
     case = tiny_gpt.initialized(skew=2.5)
-<<<<<<< HEAD
-    for wrapped in (False, True):
-        results = []
-        for hook in (None, tiny_gpt.fssdp_hook()):
-            if wrapped:
-                run = tiny_gpt.train(case, steps=2, hook=hook)
-                chunks = run.chunks
-                chunks[0].zero_grad_buffer()
-            else:
-                chunks, _ = tiny_gpt.build(case, hook)
-            named = {
-                name: p for name, p in tiny_gpt.named_parameters(chunks) if ".experts." in name
-            }
-            found = {}
-            for step in range(1 if wrapped else 3):
-                for p in named.values():
-                    p.grad = None
-                    if wrapped:
-                        p.register_hook(lambda grad: None)
-                megatron_hecate.iteration_begins(chunks)
-                data = iter([tiny_gpt.batch(case, 7 + step, 0)])
-                loss = tiny_gpt.forward_step(data, chunks[0], case=case)[0].mean()
-                if wrapped:
-                    found = dict(
-                        zip(named, torch.autograd.grad(loss, list(named.values())), strict=True)
-                    )
-                    assert not any(p.main_grad.any() for p in named.values())
-                else:
-                    loss.backward()
-                    found = {name: p.grad for name, p in named.items()}
-            if hook is not None:
-                assert any(
-                    layer.fssdp.placement.num_replicas for layer in tiny_gpt.moe_layers(chunks)
-                )
-            results.append(found)
-        stock, ours = results
-        largest = max(float(grad.abs().max()) for grad in stock.values())
-        for name, grad in stock.items():
-            torch.testing.assert_close(ours[name], grad, rtol=0, atol=1e-5 * largest, msg=name)
-=======
     results = []
     for hook in (None, tiny_gpt.fssdp_hook()):
         run = tiny_gpt.train(case, steps=2, hook=hook)
@@ -155,7 +115,6 @@ def test_gradients_by_autograd_grad_of_weights_with_a_hook() -> None:
     largest = max(float(grad.abs().max()) for grad in stock.values())
     for name, grad in stock.items():
         torch.testing.assert_close(ours[name], grad, rtol=0, atol=1e-5 * largest, msg=name)
->>>>>>> 8bfc4f3f (Tests: gradients without DDP by the loop that trains on them)
 
 
 @ranks(2)
