@@ -14,8 +14,6 @@ import tiny_gpt
 import torch
 from ranks import ranks
 
-import megatron_hecate
-
 Seen = dict[str, list]
 
 
