@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from megatron_hecate.comm.collectives import wait_collective
 from megatron_hecate.megatron.forward_pass import NO_ITERATION
-from megatron_hecate.megatron.router_replay import may_replay, next_routes, replays
+from megatron_hecate.routes.router_replay import may_replay, next_routes, replays
 from megatron_hecate.step.layer_state import LayerState
 
 

@@ -120,7 +120,7 @@ def test_own_lists_of_slime_and_miles(
     """Literal routes of three forwards, of which one is over."""
     if checkout not in os.environ:
         pytest.skip(f"{checkout} names no checkout")
-    from megatron_hecate.megatron.router_replay import next_routes
+    from megatron_hecate.routes.router_replay import next_routes
 
     monkeypatch.syspath_prepend(os.environ[checkout])
     module = importlib.import_module(name)

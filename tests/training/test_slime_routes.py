@@ -230,7 +230,7 @@ def test_ranks_that_know_different_numbers_of_microbatches_plan_alike() -> None:
 @pytest.mark.fast
 def test_what_is_read_off_the_list() -> None:
     """Literal entries: the next ones, up to the number asked for, the end, or one that is no tensor yet."""
-    from megatron_hecate.megatron.router_replay import next_routes, replays
+    from megatron_hecate.routes.router_replay import next_routes, replays
 
     replay = RoutingReplay()
     layer = types.SimpleNamespace(
