@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -35,18 +35,15 @@ def pieces(shards: Sequence[Shard], target: Shard) -> list[Shard]:
     Raises:
         ValueError: for an element that no rank keeps.
     """
+    bounds = set(chain.from_iterable((shard.begin, shard.end) for shard in shards))
+    inside = {bound for bound in bounds if target.begin < bound < target.end}
     parts: list[Shard] = []
-    begin = target.begin
-    while begin < target.end:
-        holding = [shard for shard in shards if shard.begin <= begin < shard.end]
-        if not holding:
+    for begin, end in pairwise(sorted({target.begin, target.end} | inside)):
+        ranks = [shard.rank for shard in shards if shard.begin <= begin and end <= shard.end]
+        if not ranks:
             raise ValueError(f"element {begin} of {target} is on none of {list(shards)}")
-        source = min(holding, key=lambda shard: (shard.rank != target.rank, shard.rank))
-        begins = [
-            shard.begin for shard in shards if shard.rank == target.rank and shard.begin > begin
-        ]
-        parts.append(Shard(source.rank, begin, min(source.end, target.end, *begins)))
-        begin = parts[-1].end
+        source = target.rank if target.rank in ranks else min(ranks)
+        parts.append(Shard(source, begin, end))
     return parts
 
 
