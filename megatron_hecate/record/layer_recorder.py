@@ -57,9 +57,6 @@ class LayerRecorder(StepEvents):
         first = states[0]
         world = first.world
         model = first.parts.layer.config
-        # Measure the tokens that ranks compute and send: only for a record. Equal on all ranks,
-        # since values are summed.
-        self.measures = first.config.record is not None
         self._rank = first.group.rank()
         # Expert-tensor-parallel ranks compute, and therefore count, the same tokens.
         self._per_rank = first.rerouter.sources.size() // world.num_ranks
@@ -72,9 +69,10 @@ class LayerRecorder(StepEvents):
         )
         self._padded = _pads_experts_input(model)
         experts = [state.parts.homes_only.num_experts for state in states]
-        # Tokens per microbatch as routed; counted only for a record.
+        # Tokens per microbatch as routed. Only for a record they are counted, and the tokens that
+        # ranks compute and send: on all ranks, since values are summed.
         self.counts: TokenCounts | None = None
-        if self.measures:
+        if first.config.record is not None:
             self.counts = _token_counts(experts, world.num_ranks)
         # Tokens computed on this rank by microbatch, [M, L], and forwards that were counted, [L].
         distinguished = 1 if self.counts is None else self.counts.distinguished
@@ -88,7 +86,7 @@ class LayerRecorder(StepEvents):
         self._number = 0
         self.stage = StageRecorder(
             _describe_stage(states),
-            folder if self.measures else None,
+            folder if self.counts is not None else None,
             group=first.rerouter.sources,
             experts=experts,
             collect=collect,
@@ -101,10 +99,7 @@ class LayerRecorder(StepEvents):
     @property
     def length(self) -> int:
         """Length of the measurements that `take` gets."""
-        length = self._num_counts if self.measures else 0
-        if self.counts is not None:
-            length += self.counts.size_of_ranks
-        return length
+        return 0 if self.counts is None else self._num_counts + self.counts.size_of_ranks
 
     @property
     def _num_counts(self) -> int:
@@ -136,7 +131,7 @@ class LayerRecorder(StepEvents):
             without measurements.
         """
         self._placed = [(state.planned, state.placement) for state in self._states]
-        if not self.measures:
+        if self.counts is None:
             return np.zeros(0, dtype=np.int64)
         computed = np.zeros((len(self._elsewhere), *self._computed.shape), dtype=np.int64)
         computed[self._rank] = self._computed
@@ -187,23 +182,21 @@ class LayerRecorder(StepEvents):
         }
         if config.rehome:
             columns["home"] = np.stack([placement.home for placement in placements])
-        if self.measures:
-            counts = measured[: self._num_counts]
+        if self.counts is not None:
+            counts, rank_sums = np.split(measured, [self._num_counts])
             computed, crossing = np.split(counts, [-len(self._crossing)])
             # by rank, microbatch and layer, [N, M, L]
             computed = computed.reshape(-1, *self._computed.shape) // self._per_rank
+            columns["peak"] = self.counts.fullest(rank_sums)
             if self._crosses:
                 columns["crossing"] = crossing
-        if self.measures and not self._padded:
+        if self.counts is not None and not self._padded:
             columns["rank_load"] = computed.sum(axis=1).T
+            columns["computed_peak"] = computed.max(axis=0).sum(axis=0)
         else:
             # Not counted, or rows of the experts' input include padding: the loads are the loads of
             # exact quotas for all microbatches together.
             columns["rank_load"] = np.stack(list(map(_balanced, load, placements)))
-        if self.counts is not None:
-            columns["peak"] = self.counts.fullest(measured[self._num_counts :])
-            if not self._padded:
-                columns["computed_peak"] = computed.max(axis=0).sum(axis=0)
         return columns
 
 

@@ -190,7 +190,8 @@ class FSSDPLayer:
         running = state.running
         computed = super().routed_experts_compute(*args, **kwargs)
         recorder = self.prefetcher.monitor.recorder
-        if recorder is not None and recorder.measures and running.purpose is Forward.MICROBATCH:
+        is_counted = recorder is not None and recorder.counts is not None
+        if is_counted and running.purpose is Forward.MICROBATCH:
             sent_tokens = getattr(self.token_dispatcher, "input_splits", None)
             recorder.computed(state.index, running, sent_tokens)
         return computed

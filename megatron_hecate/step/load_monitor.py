@@ -108,12 +108,11 @@ class LoadRecorder(Protocol):
     """Recorder of a model's loads, whose measurements are summed with the loads.
 
     Attributes:
-        counts: counts of single microbatches; ``None`` if sums of an iteration suffice.
-        measures: whether `computed` is called.
+        counts: counts of single microbatches; ``None`` if sums of an iteration suffice. Without
+            them `computed` is not called.
     """
 
     counts: TokenCounts | None
-    measures: bool
 
     @property
     def length(self) -> int:
