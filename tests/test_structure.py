@@ -50,9 +50,10 @@ WITH_MEGATRON = {
     "__main__",
     "step.layer",
     "step.layer_parts",
+    "record.job_metrics",
     "record.job_sizes",
     "record.observe",
-    "record.training_log",
+    "record.recorder",
     "tools.check",
     "tools.command_line",
 }

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
-from megatron_hecate.record import training_log
+from megatron_hecate.megatron.training_globals import training_arguments
 from megatron_hecate.record.metrics import summarize
 
 # Seconds to wait for messages when training ends.
@@ -40,8 +40,9 @@ class _Message(NamedTuple):
     """Metrics of one stage and iteration, as JSON in the store.
 
     Args:
-        iteration: number of the iteration; infinity in the last message of a stage.
-        layers: names of the stage's layers, [L]; empty for a stage without MoE layers.
+        iteration: number of the iteration; infinity in the last message of a stage, which is the
+            only one of a stage without MoE layers.
+        layers: names of the stage's layers, [L].
         metrics: values by name, [L] each.
     """
 
@@ -66,24 +67,23 @@ class JobMetrics(BackgroundThread):
         super().__init__("metrics", patience=PATIENCE)
         attempt = Attempt.current()
         self._rank = dist.get_rank()
-        self._stages = training_log.logging_pipeline()
+        self._stages = logging_pipeline()
         self._logs = self._stages[-1:] == [self._rank]
         # Iterations between two logged ones, where Megatron's arguments have none (`bridge`).
         self.interval: int | None = None
         self.log: Callable[..., None] = log_step
         # Converted and observed models are counted equally on every rank.
         self._prefix = f"megatron_hecate/metrics/{attempt.count('model')}"
-        self._layers = tuple(layers)
+        self._layers = layers
         # Iterations that the training thread has added, to be sent.
         self._added: deque[tuple[float, Callable[[], Values]]] = deque()
         if not layers:
-            # One message without layers, so that the logging rank does not wait for this stage.
-            self._added.append((0, dict))
+            self._added.append((math.inf, dict))
         # Messages sent by this rank, and messages read from each rank.
         self._num_sent = 0
         self._num_read = dict.fromkeys(self._stages, 0)
-        # Messages by iteration and rank that wait for other ranks' messages.
-        self._messages: dict[float, dict[int, _Message]] = {}
+        # Messages of each stage that wait for those of other stages, in order.
+        self._waiting: list[deque[_Message]] = [deque() for _ in self._stages]
         self._is_abandoned = False
         # True once an error was printed.
         self._has_failed = False
@@ -112,7 +112,7 @@ class JobMetrics(BackgroundThread):
             iteration: number of the iteration; infinity after the last one.
             values: computes the metrics; called by the `JobMetrics` thread.
         """
-        interval = self.interval or training_log.log_interval()
+        interval = self.interval or log_interval()
         is_logged = iteration == math.inf or bool(interval and iteration % interval == 0)
         if self._stages and not self._is_abandoned and is_logged:
             self._added.append((iteration, values))
@@ -146,31 +146,30 @@ class JobMetrics(BackgroundThread):
         key = f"{self._prefix}/{self._rank}/{self._num_sent}"
         self._store.set(key, json.dumps((iteration, self._layers, metrics)))
         self._num_sent += 1
-        return iteration in (0, math.inf)
+        return iteration == math.inf
 
     def _receive(self) -> None:
         """Take the messages that have arrived out of the store."""
-        for rank in self._stages:
+        for rank, waiting in zip(self._stages, self._waiting, strict=True):
             while self._store.check([key := f"{self._prefix}/{rank}/{self._num_read[rank]}"]):
-                message = _Message(*json.loads(self._store.get(key)))
+                waiting.append(_Message(*json.loads(self._store.get(key))))
                 self._store.delete_key(key)
                 self._num_read[rank] += 1
-                self._messages.setdefault(message.iteration, {})[rank] = message
 
     def _log_complete(self) -> bool:
         """Log the iterations that all stages have sent; return True after their last messages."""
-        without_layers = self._messages.get(0, {})
-        stages = [rank for rank in self._stages if rank not in without_layers]
-        for iteration in sorted(self._messages.keys() - {0}):
-            messages = self._messages[iteration]
-            if len(messages) < len(stages):
+        while all(self._waiting):
+            stages = [waiting for waiting in self._waiting if waiting[0].layers]
+            newest = max((waiting[0].iteration for waiting in stages), default=math.inf)
+            # Stages send in order, so the stage with the newest message has skipped older ones.
+            behind = [waiting for waiting in stages if waiting[0].iteration < newest]
+            for waiting in behind:
+                waiting.popleft()
+            if behind:
                 continue
-            # Ranks send in order, so a stage has skipped the older ones.
-            for older in [number for number in self._messages if 0 < number <= iteration]:
-                del self._messages[older]
-            if iteration == math.inf:
+            if newest == math.inf:
                 return True
-            self._log(int(iteration), [messages[rank] for rank in stages])
+            self._log(int(newest), [waiting.popleft() for waiting in stages])
         return False
 
     def _log(self, iteration: int, messages: Sequence[_Message]) -> None:
@@ -182,6 +181,25 @@ class JobMetrics(BackgroundThread):
             if all(name in message.metrics for message in messages):
                 values[name] = np.concatenate([message.metrics[name] for message in messages])
         self.log(iteration, layers, values, ended=self.stopping.is_set())
+
+
+def logging_pipeline() -> list[int]:
+    """List the ranks, by stage, of the pipeline with the job's last rank, which has the loggers.
+
+    Empty on ranks of other pipelines.
+    """
+    from megatron.core import parallel_state
+
+    ranks = dist.get_process_group_ranks(parallel_state.get_pipeline_model_parallel_group())
+    has_loggers = dist.get_world_size() - 1 in ranks
+    return ranks if has_loggers else []
+
+
+def log_interval() -> int | None:
+    """Read the number of iterations between two log entries; ``None`` without loggers."""
+    args = training_arguments()
+    logs = getattr(args, "tensorboard_dir", None) or getattr(args, "wandb_project", None)
+    return args.tensorboard_log_interval if logs else None
 
 
 def log_step(
@@ -199,7 +217,8 @@ def log_step(
     if global_vars is None:
         return
     board = global_vars.get_tensorboard_writer()
-    scalars = summarize(layers, values, per_layer=training_log.logs_each_layer())
+    per_layer = getattr(training_arguments(), "moe_per_layer_logging", False)
+    scalars = summarize(layers, values, per_layer=per_layer)
     log_scalars(scalars, iteration, board=board, wandb=global_vars.get_wandb_writer())
     # Once training has ended, Megatron does not flush the writer any more.
     if ended and board:

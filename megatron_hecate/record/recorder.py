@@ -14,8 +14,7 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_hecate.faults.attempt import Attempt
-from megatron_hecate.record import training_log
-from megatron_hecate.record.job_metrics import PATIENCE, JobMetrics, Values
+from megatron_hecate.record.job_metrics import PATIENCE, JobMetrics
 from megatron_hecate.record.metrics import stage_metrics
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
@@ -53,7 +52,7 @@ class StageRecorder:
         self._writer: RunWriter | None = None
         # Reason why nothing is recorded, if so.
         self.refused = ""
-        stage, records = training_log.place_of_rank(group)
+        stage, records = place_of_rank(group)
         if folder is not None and records:
             try:
                 self._writer = RunWriter(folder, info, stage=stage)
@@ -78,16 +77,13 @@ class StageRecorder:
             build: builds the columns; called here for the record, or in another thread for the
                 loggers, or not at all.
         """
+        info, experts = self.info, self._experts
         if self._writer is not None:
             columns = build()
             self._writer.append(iteration, **columns)
-            self._metrics.put(iteration, lambda: self._values(columns))
+            self._metrics.put(iteration, lambda: stage_metrics(info, experts, columns))
         else:
-            self._metrics.put(iteration, lambda: self._values(build()))
-
-    def _values(self, columns: Columns) -> Values:
-        """Compute the metrics of an iteration by its columns."""
-        return stage_metrics(self.info, self._experts, columns)
+            self._metrics.put(iteration, lambda: stage_metrics(info, experts, build()))
 
     def abandon(self) -> None:
         """Write pending iterations at the end of the attempt.
@@ -111,3 +107,17 @@ class StageRecorder:
 def _close(recorder: weakref.ref[StageRecorder]) -> None:
     if (alive := recorder()) is not None:
         alive.close()
+
+
+def place_of_rank(group: dist.ProcessGroup) -> tuple[int, bool]:
+    """Return the pipeline stage of this rank, and whether this rank records the stage.
+
+    The recording rank is the first rank of the stage's first expert-parallel group.
+
+    Args:
+        group: expert-parallel group of this rank.
+    """
+    from megatron.core import parallel_state
+
+    first = parallel_state.get_expert_data_parallel_rank() == 0 and group.rank() == 0
+    return parallel_state.get_pipeline_model_parallel_rank(), first

@@ -239,8 +239,8 @@ class _Stages:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True)
         self.logged: list[tuple[int, list[str], dict[str, list[float]]]] = []
         monkeypatch.setattr(job_metrics, "_get_default_store", lambda: store)
-        monkeypatch.setattr(job_metrics.training_log, "logging_pipeline", lambda: [0, 1])
-        monkeypatch.setattr(job_metrics.training_log, "log_interval", lambda: every)
+        monkeypatch.setattr(job_metrics, "logging_pipeline", lambda: [0, 1])
+        monkeypatch.setattr(job_metrics, "log_interval", lambda: every)
         self.ranks: list[JobMetrics] = []
         for rank, names in enumerate(layers):
             monkeypatch.setattr(dist, "get_rank", lambda rank=rank: rank)

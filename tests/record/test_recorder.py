@@ -19,8 +19,8 @@ def test_a_model_that_has_gone_leaves_a_whole_record_and_no_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """As where post-training builds one model after another in a process, each in a folder of its own."""
-    monkeypatch.setattr(recorder.training_log, "place_of_rank", lambda group: (0, True))
-    monkeypatch.setattr(recorder.training_log, "logging_pipeline", lambda: [0])
+    monkeypatch.setattr(recorder, "place_of_rank", lambda group: (0, True))
+    monkeypatch.setattr(job_metrics, "logging_pipeline", lambda: [0])
     monkeypatch.setattr(job_metrics, "_get_default_store", dist.HashStore)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0])
