@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -105,27 +105,20 @@ def connect(
             _, domains = layouts[group]
             transports[group] = _make_nvlink(everyone, domains, nccl, timeout=timeout)
     nccl_bytes = free - _free_bytes()
-    failures: list[str] = []
-    is_usable = True
+    failures, is_usable = [], True
     if name == NVLink.name:
         failures, is_usable = self_test(transports.values(), device_of_rank(), timeout=timeout)
     # A rank whose CUDA context was destroyed by the self-test cannot continue with any transport.
     if failures and request == AUTO and is_usable:
         why = f"{name} failed its self-test: {'; '.join(failures)}"
         name = P2P.name
-        if nccl is not None:
-            free = _free_bytes()
-            all_pairs = dataclasses.replace(nccl, pairs=True)
-            for everyone in process_groups.values():
-                connect_ranks(everyone, all_pairs, label=LABEL, timeout=timeout)
-            nccl_bytes += free - _free_bytes()
+        nccl_bytes += _connect_all_pairs(process_groups.values(), nccl, timeout=timeout)
         transports = {group: make_p2p(everyone) for group, everyone in process_groups.items()}
     elif failures:
         problems += [f"transport={request!r} failed its self-test: {text}" for text in failures]
         transports = {}
-    exposed = ""
-    if dist.get_rank() == 0 and job["one queue"]:
-        exposed = explain_exposed(name, across_domains=job["across"])
+    is_told = dist.get_rank() == 0 and job["one queue"]
+    exposed = explain_exposed(name, across_domains=job["across"]) if is_told else ""
     nodes = {group: nodes for group, (nodes, _) in layouts.items()}
     return Connection(name, why, nodes, transports, exposed, max(0, nccl_bytes))
 
@@ -169,6 +162,19 @@ def _make_nvlink(
             ranks, description="fssdp domain", timeout=timeout, nccl=own_nccl
         )
     return NVLink(everyone, group_of_domain, domains=domains, timeout=timeout)
+
+
+def _connect_all_pairs(
+    process_groups: Iterable[dist.ProcessGroup], nccl: NcclSettings | None, *, timeout: float
+) -> int:
+    """Connect all pairs of ranks; return the bytes of the GPU that NCCL took."""
+    if nccl is None:
+        return 0
+    free = _free_bytes()
+    all_pairs = dataclasses.replace(nccl, pairs=True)
+    for process_group in process_groups:
+        connect_ranks(process_group, all_pairs, label=LABEL, timeout=timeout)
+    return free - _free_bytes()
 
 
 def _free_bytes() -> int:

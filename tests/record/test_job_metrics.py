@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import ranks
 
 from megatron_hecate.megatron.training_globals import running_iteration
-from megatron_hecate.record import job_metrics, training_log
+from megatron_hecate.record import job_metrics
 from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.metrics import step_metrics
 
@@ -168,12 +168,12 @@ def test_when_a_script_logs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other loops than Megatron's have neither its iteration nor its loggers."""
     name = "megatron.training.global_vars"
     monkeypatch.delitem(sys.modules, name, raising=False)
-    assert running_iteration() is None and training_log.log_interval() is None
+    assert running_iteration() is None and job_metrics.log_interval() is None
     for project, interval in (("", None), ("p", 2)):
         args = dict(tensorboard_dir=None, wandb_project=project, tensorboard_log_interval=2)
         script = types.SimpleNamespace(_GLOBAL_ARGS=types.SimpleNamespace(curr_iteration=3, **args))
         monkeypatch.setitem(sys.modules, name, script)
-        assert (running_iteration(), training_log.log_interval()) == (4, interval)
+        assert (running_iteration(), job_metrics.log_interval()) == (4, interval)
 
 
 @ranks(2)
