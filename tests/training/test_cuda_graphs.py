@@ -13,17 +13,19 @@ from typing import Any
 import flex_backends
 import graphs_on_cpu
 import pytest
+import rehoming_hooks
 import tiny_gpt
 import tiny_hybrid
 import torch
 import torch.distributed as dist
-from graphed import SCOPES, declare
+import training_with_moves
 from layouts import COMBINED, INTERLEAVED, SHARDED, SHARED_EXPERTS, Layout, balanced, flex
 from quick import quick
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
 
+SCOPES = ("attn", "moe_router", "moe_preprocess")
 RECOMPUTED = dict(
     recompute_granularity="selective", recompute_modules=["layernorm", "core_attn", "moe_act"]
 )
@@ -50,6 +52,18 @@ TRANSFORMER_ENGINE: dict[str, tuple[tuple[str, ...], Layout, dict]] = {
 }
 # scopes of Megatron's own graphs, which capture parts of hybrid models only
 HYBRID = {"hybrid": (ROUTER, "iteration"), "mamba-layer": (("mamba", "moe_preprocess"), "layer")}
+
+
+def declare() -> None:
+    """What must run for every microbatch, and so never inside a graph."""
+    from graph_capture import not_in_graphs
+
+    from megatron_hecate.step.late_replicas import LateReplicas
+    from megatron_hecate.step.prefetch import Prefetcher
+
+    for name in ("before_attention", "materialize", "dispatched", "begin_chunk"):
+        not_in_graphs(Prefetcher, name)
+    not_in_graphs(LateReplicas, "add")
 
 
 class _Moving:
@@ -169,3 +183,23 @@ def test_what_graphs_cannot_hold_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             tiny_gpt.build(tiny_gpt.Case(settings=model), tiny_gpt.fssdp_hook(**settings))
+
+
+@ranks(2, preload="te")
+def test_homes_that_move_around_graphs() -> None:
+    """Graphs of the router and of what comes before the experts are captured before homes move, and replayed after."""
+    case = tiny_gpt.initialized(accumulate=2, optimizer=dict(clip_grad=0.0))
+    stock = tiny_gpt.train(case, steps=8)
+    graphs_on_cpu.install()
+    declare()
+    with_graphs = graphs_on_cpu.transformer_engine(*SCOPES)
+    ours = graphs_on_cpu.train(
+        dataclasses.replace(case, settings=with_graphs),
+        steps=8,
+        eager_steps=2,
+        hook=rehoming_hooks.rehoming_hook(slots=0),
+    )
+    graphs_on_cpu.assert_replayed(at_least=1)
+    training_with_moves.restore(ours)
+    ours.grads = stock.grads
+    assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME

@@ -21,36 +21,24 @@ from ranks import ranks
 
 pytestmark = pytest.mark.newest
 
-# models, and when they evaluate
-DISPATCHERS: dict[str, tuple[dict[str, Any], str]] = {
-    "allgather": (ALLGATHER, "before and between"),
-    "deepep": (flex("deepep"), "before and between"),
-    "hybridep": (flex("hybridep"), "before and between"),
+# models, when they evaluate, and settings of FSSDP
+CASES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "allgather": (ALLGATHER, "before and between", {}),
+    "deepep": (flex("deepep"), "before and between", {}),
+    "hybridep": (flex("hybridep"), "before and between", {}),
     # training has used it first
-    "hybridep, later": (flex("hybridep"), "between"),
-    "ncclep": (flex("ncclep"), "before and between"),
+    "hybridep, later": (flex("hybridep"), "between", {}),
+    "ncclep": (flex("ncclep"), "before and between", {}),
+    "grouped": ({}, "before and between", {}),
+    # then every dispatcher runs over physical experts, which move back where a state dict is read
+    "moved homes": ({}, "before and between", dict(rehome=2)),
 }
 
 
-@pytest.mark.parametrize("name", quick(DISPATCHERS, ["hybridep"]))
-@ranks(2)
-def test_every_dispatcher(name: str) -> None:
-    _compare(*DISPATCHERS[name])
-
-
-@pytest.mark.slow
-@ranks(2, preload="te")
-def test_grouped_experts() -> None:
-    _compare({}, "before and between", grouped=True)
-
-
-@ranks(2)
-def test_homes_that_have_moved() -> None:
-    """Then every dispatcher runs over physical experts, and experts are moved back where a state dict is read."""
-    _compare({}, "before and between", rehome=2)
-
-
-def _compare(model: dict[str, Any], when: str, *, grouped: bool = False, **settings: Any) -> None:
+@pytest.mark.parametrize("name", quick(CASES, ["hybridep", "moved homes"]))
+@ranks(2, preload=lambda name: "te" if name == "grouped" else "megatron")
+def test_forwards_without_gradients(name: str) -> None:
+    (model, when, settings), grouped = CASES[name], name == "grouped"
     flex_backends.install()
     case = tiny_gpt.initialized(grouped=grouped, skew=2.5, settings=flex_backends.valid(model))
     steps = 6 if settings else 3

@@ -27,42 +27,39 @@ def _compare(case: Any, names: list[str], *settings: dict[str, Any]) -> None:
             loops.assert_equal(stock, ours, f"{name}, {config}")
 
 
-# In ``make test``: one loop of each kind, some of them with ``overlap``; a kind is a reason for which an iteration could
+# In ``make test``: one loop of each kind, some of them with overlap (True); a kind is a reason for which an iteration could
 # be taken to begin or end at the wrong place, or replicas be used at weights that are no more.
-KINDS = (
-    "calculator says no divisor",
-    "forward without backward",
-    "sharpness-aware by microbatch",
-    "calls at other weights, one reduction",
-    "two forwards, then two backwards",
-    "roll back",
-    "several calls per step",
-    "own loop",
-    "gradients of a call scaled by hand",
-    "without DDP, own optimizer",
-    "backwards, no_sync",
-)
-KINDS_WITH_OVERLAP = (
-    "microbatches vary, no calculator",
-    "average swapped in",
-    "own loop, no_sync but last",
-    "weights loaded between microbatches",
-    "steps broken off",
-    "two models, interleaved",
-    "weights written in forward_step",
-)
+KINDS = {
+    False: [
+        "calculator says no divisor",
+        "forward without backward",
+        "sharpness-aware by microbatch",
+        "calls at other weights, one reduction",
+        "two forwards, then two backwards",
+        "roll back",
+        "several calls per step",
+        "own loop",
+        "gradients of a call scaled by hand",
+        "without DDP, own optimizer",
+        "backwards, no_sync",
+    ],
+    True: [
+        "microbatches vary, no calculator",
+        "average swapped in",
+        "own loop, no_sync but last",
+        "weights loaded between microbatches",
+        "steps broken off",
+        "two models, interleaved",
+        "weights written in forward_step",
+    ],
+}
 
 
+@pytest.mark.parametrize("overlap", KINDS)
 @ranks(2, timeout=300)
-def test_loops_of_each_kind_equal_stock() -> None:
-    case = tiny_gpt.initialized(distributed_optimizer=True, skew=4)
-    _compare(case, list(KINDS))
-
-
-@ranks(2, timeout=300)
-def test_loops_of_each_kind_equal_stock_with_overlap() -> None:
-    case = tiny_gpt.initialized(distributed_optimizer=True, overlap=True, skew=4)
-    _compare(case, list(KINDS_WITH_OVERLAP))
+def test_loops_of_each_kind_equal_stock(overlap: bool) -> None:
+    case = tiny_gpt.initialized(distributed_optimizer=True, overlap=overlap, skew=4)
+    _compare(case, KINDS[overlap])
 
 
 @pytest.mark.slow

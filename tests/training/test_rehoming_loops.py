@@ -1,5 +1,5 @@
-"""Homes move while experts are frozen, while the model evaluates between steps, after steps that were skipped, around
-CUDA graphs, and where optimizers are sharded over a part of the ranks that share gradients.
+"""Homes move while experts are frozen, while the model evaluates between steps, after steps that were skipped, and
+where optimizers are sharded over a part of the ranks that share gradients.
 
 Oracle: unconverted Megatron on the same ranks, bit for bit where the model has no replicas.
 """
@@ -7,13 +7,10 @@ Oracle: unconverted Megatron on the same ranks, bit for bit where the model has 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from typing import Any
 from unittest import mock
 
-import graphed
-import graphs_on_cpu
 import pytest
 import rehoming_hooks
 import tiny_gpt
@@ -153,26 +150,6 @@ def test_optimizers_sharded_over_a_part_of_the_ranks() -> None:
     with mock.patch.object(state, "initialize_model_parallel", initialize):
         tiny_gpt.initialize(case)
     training_with_moves.compare(case)
-
-
-@ranks(2, preload="te")
-def test_around_cuda_graphs() -> None:
-    """Graphs of the router and of what comes before the experts are captured before homes move, and replayed after."""
-    case = tiny_gpt.initialized(accumulate=2, optimizer=dict(clip_grad=0.0))
-    stock = tiny_gpt.train(case, steps=8)
-    graphs_on_cpu.install()
-    graphed.declare()
-    with_graphs = graphs_on_cpu.transformer_engine(*graphed.SCOPES)
-    ours = graphs_on_cpu.train(
-        dataclasses.replace(case, settings=with_graphs),
-        steps=8,
-        eager_steps=2,
-        hook=rehoming_hooks.rehoming_hook(slots=0),
-    )
-    graphs_on_cpu.assert_replayed(at_least=1)
-    training_with_moves.restore(ours)
-    ours.grads = stock.grads
-    assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
 
 
 @ranks(2)
