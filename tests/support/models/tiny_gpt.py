@@ -509,7 +509,7 @@ class Trained(Model):
     def step(self, index: int, microbatches: int = 0) -> float:
         """Train a step, of other than the case's ``microbatches`` if there are any; returns the loss."""
         self.zero()
-        self.losses.append(self.call(index, microbatches or self.case.accumulate))
+        loss = self.call(index, microbatches or self.case.accumulate)
         for name, p in named_parameters(self.chunks):
             if p.requires_grad:
                 self.grads[name] = p.main_grad.detach().clone()
@@ -518,8 +518,9 @@ class Trained(Model):
         updated, norm, _ = self.optimizer.step()
         assert updated
         self.replicas = max(self.replicas, num_replicas(self.chunks))
+        self.losses.append(loss)
         self.grad_norms.append(float(norm))
-        return self.losses[-1]
+        return loss
 
     def gather_params(self) -> None:
         """Note the parameters after the last step, also where they are gathered in the next forward."""
