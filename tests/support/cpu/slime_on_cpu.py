@@ -116,19 +116,9 @@ def _register_cpu() -> None:
         def is_available(self) -> bool:
             return True
 
-        def device_name(self, index: Any = None) -> str:
-            return "cpu"
-
-        def current_device(self) -> Any:
-            return "cpu"
-
-        def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-            return 1 << 36, 1 << 36
-
-        def memory_allocated(self, device: Any = None) -> int:
-            return 0
-
-        memory_reserved = memory_allocated
+        device_name = current_device = lambda self, index=None: "cpu"
+        mem_get_info = lambda self, device=None: (1 << 36, 1 << 36)  # noqa: E731
+        memory_allocated = memory_reserved = lambda self, device=None: 0
 
     os.environ["SLIME_ACCELERATOR"] = "cpu"
     accelerator.register_accelerator("cpu", Cpu, communication_backends=("cpu:gloo",))

@@ -18,10 +18,6 @@ import torch
 from torch import Tensor
 
 
-def _gamma(weight: Tensor, zero_centered: bool) -> Tensor:
-    return weight.float() + 1 if zero_centered else weight.float()
-
-
 def _normalized(out: Tensor | None, value: Tensor, dtype: Any) -> Tensor:
     if out is not None:
         return out.copy_(value)
@@ -29,12 +25,11 @@ def _normalized(out: Tensor | None, value: Tensor, dtype: Any) -> Tensor:
 
 
 def rmsnorm_fwd(
-    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any, *rest: Any
+    x: Tensor, weight: Tensor, eps: float, out: Any, quantizer: None, dtype: Any, *rest: Any
 ) -> tuple[Tensor, None, Tensor]:
     """Normalized ``x`` [tokens, width] and the inverse deviation of each token; ``rest`` ends with zero-centered."""
-    assert quantizer is None, quantizer
     inverse = (x.float().square().mean(dim=-1) + eps).rsqrt()
-    value = x.float() * inverse[:, None] * _gamma(weight, rest[-1])
+    value = x.float() * inverse[:, None] * (weight.float() + rest[-1])
     return _normalized(out, value, dtype), None, inverse
 
 
@@ -43,42 +38,34 @@ def rmsnorm_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of ``x`` and of ``weight``."""
     unit = x.float() * inverse[:, None]
-    scaled = grad.float() * _gamma(weight, rest[-1])
+    scaled = grad.float() * (weight.float() + rest[-1])
     dx = inverse[:, None] * (scaled - unit * (scaled * unit).mean(dim=-1, keepdim=True))
     return dx.to(x.dtype), (grad.float() * unit).sum(dim=0).to(weight.dtype)
 
 
 def layernorm_fwd(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: Any,
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: None, dtype: Any,
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normalized ``x``, its mean and its inverse deviation."""
-    assert quantizer is None, quantizer
-    mean = x.float().mean(dim=-1)
-    centered = x.float() - mean[:, None]
-    inverse = (centered.square().mean(dim=-1) + eps).rsqrt()
-    value = centered * inverse[:, None] * _gamma(weight, rest[-1]) + bias.float()
-    return _normalized(out, value, dtype), mean, inverse
+    gamma = weight.float() + rest[-1]
+    value, *statistics = torch.native_layer_norm(x.float(), gamma.shape, gamma, bias.float(), eps)
+    return _normalized(out, value, dtype), *statistics
 
 
 def layernorm_bwd(
     grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor, weight: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Gradients of ``x``, of ``weight`` and of the bias."""
-    unit = (x.float() - mean[:, None]) * inverse[:, None]
-    scaled = grad.float() * _gamma(weight, rest[-1])
-    along = (scaled * unit).mean(dim=-1, keepdim=True)
-    dx = inverse[:, None] * (scaled - scaled.mean(dim=-1, keepdim=True) - unit * along)
-    of_weight = (grad.float() * unit).sum(dim=0).to(weight.dtype)
-    return dx.to(x.dtype), of_weight, grad.float().sum(dim=0).to(weight.dtype)
+    gamma, inputs = weight.float() + rest[-1], (grad.float(), x.float())
+    backward = torch.ops.aten.native_layer_norm_backward
+    dx, *others = backward(*inputs, gamma.shape, mean, inverse, gamma, gamma, [True] * 3)
+    return dx.to(x.dtype), *(gradient.to(weight.dtype) for gradient in others)
 
 
-NORMS = {
-    "rmsnorm_fwd": rmsnorm_fwd,
-    "rmsnorm_bwd": rmsnorm_bwd,
-    "layernorm_fwd": layernorm_fwd,
-    "layernorm_bwd": layernorm_bwd,
-}
+NORMS = {f.__name__: f for f in (rmsnorm_fwd, rmsnorm_bwd, layernorm_fwd, layernorm_bwd)}
+UNFUSED = """permute unpermute sort_chunks_by_idxs topk_routing_with_score_function
+    compute_routing_scores_for_aux_loss switch_load_balancing_loss_func""".split()
 
 
 def install() -> None:
@@ -104,14 +91,7 @@ def install() -> None:
         provider.core_attention = lambda self: ContextParallelAttention
     LocalSpecProvider.layer_norm = lambda self, *_, **__: SequenceParallelNorm
     gpt_layer_specs.LNImpl = SequenceParallelNorm
-    for name in (
-        "permute",
-        "unpermute",
-        "sort_chunks_by_idxs",
-        "topk_routing_with_score_function",
-        "compute_routing_scores_for_aux_loss",
-        "switch_load_balancing_loss_func",
-    ):
+    for name in UNFUSED:
         unfused = _unfused(getattr(moe_utils, name))
         for module in (moe_utils, router, token_dispatcher):
             if hasattr(module, name):

@@ -7,13 +7,14 @@ It must run before Megatron is imported: tests start with it (``@ranks(n, preloa
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import types
 import unittest.mock
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,13 +70,8 @@ def install(version: str = NEWEST, *, packages: str = "te") -> None:
 
 def _gpu(capability: tuple[int, int]) -> None:
     """TE asks for a GPU's properties while it is imported."""
-    properties = types.SimpleNamespace(
-        major=capability[0],
-        minor=capability[1],
-        multi_processor_count=132,
-        total_memory=1 << 37,
-        name="cpu",
-    )
+    properties = types.SimpleNamespace(multi_processor_count=132, total_memory=1 << 37, name="cpu")
+    properties.major, properties.minor = capability
     cuda = torch.cuda
     cuda.get_device_capability = lambda *_: capability
     cuda.get_device_properties = lambda *_: properties
@@ -110,37 +106,29 @@ def _take_cpu_tensors() -> None:
             init(module, *args, **kwargs)
 
     def prepare_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        with _SeemsCuda():
+        with _seems_cuda():
             prepared = prepare(module, *args, **kwargs)
-            if not hasattr(prepared, "__enter__") or isinstance(prepared, torch.Tensor):
-                return prepared
-        return _EnterAsCuda(prepared)
+        # older TransformerEngines prepare in a context manager, whose check runs when it is entered
+        is_context = hasattr(prepared, "__enter__") and not isinstance(prepared, torch.Tensor)
+        return _entered_as_cuda(prepared) if is_context else prepared
 
-    TransformerEngineBaseModule.__init__, TransformerEngineBaseModule.prepare_forward = (
-        init_on_cpu,
-        prepare_forward,
-    )
+    TransformerEngineBaseModule.__init__ = init_on_cpu
+    TransformerEngineBaseModule.prepare_forward = prepare_forward
 
 
-class _SeemsCuda:
+@contextlib.contextmanager
+def _seems_cuda() -> Iterator[None]:
     """Tensors say that they are on a GPU."""
-
-    def __enter__(self) -> None:
-        torch.Tensor.is_cuda = property(lambda tensor: True)
-
-    def __exit__(self, *error: Any) -> None:
+    torch.Tensor.is_cuda = property(lambda tensor: True)
+    try:
+        yield
+    finally:
         del torch.Tensor.is_cuda
 
 
-class _EnterAsCuda:
-    """Older TransformerEngines prepare in a context manager, whose check runs when it is entered."""
-
-    def __init__(self, prepared: Any) -> None:
-        self.prepared = prepared
-
-    def __enter__(self) -> Any:
-        with _SeemsCuda():
-            return self.prepared.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        return self.prepared.__exit__(*error)
+@contextlib.contextmanager
+def _entered_as_cuda(prepared: Any) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+        with _seems_cuda():
+            value = stack.enter_context(prepared)
+        yield value
