@@ -13,6 +13,7 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ranks import ranks
@@ -28,30 +29,37 @@ DENSE = dict(
 OFF = r"it was asked for, and SGD is about to step while no model .*; call megatron_hecate.fssdp\(HecateConfig\(...\)\)"
 
 
+def _install(**flags: bool) -> Any:
+    """Watch what wraps models, with flags of our launcher; returns the request, which holds them."""
+    from megatron_hecate.switch_on import entry
+    from megatron_hecate.switch_on.request import REQUEST
+
+    entry.install()
+    REQUEST.launched.update(flags)
+    return REQUEST
+
+
 @pytest.mark.parametrize("kind", ["bf16", "chunks"])
 @ranks(4)
 def test_a_model_is_converted_where_it_is_wrapped(kind: str) -> None:
     """Behind Float16Module too, and with all chunks of a rank, of which each is wrapped by itself."""
     import tiny_gpt
 
-    from megatron_hecate.switch_on import entry
-    from megatron_hecate.switch_on.request import REQUEST
-
     case = tiny_gpt.Case(pp=2, vpp=2, accumulate=4)
     if kind == "bf16":
         case = tiny_gpt.Case(bf16=True, distributed_optimizer=True, overlap=True, accumulate=2)
     tiny_gpt.initialize(case)
     stock = tiny_gpt.train(case)
-    entry.install()
+    request = _install()
     untouched = tiny_gpt.train(case, steps=1)
     layers = tiny_gpt.moe_layers(untouched.chunks)
     assert not any(hasattr(layer, "fssdp") for layer in layers), "nobody asked for it"
-    REQUEST.launched.update(moe_fssdp=True, moe_fssdp_speeds=tiny_gpt.FREE, moe_fssdp_slots=3)
+    request.launched.update(moe_fssdp=True, moe_fssdp_speeds=tiny_gpt.FREE, moe_fssdp_slots=3)
     ours = tiny_gpt.train(case)
     assert {layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(ours.chunks)} == {3}
     tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
     tiny_gpt.assert_trained_alike(stock, ours, tolerance=tolerance)
-    assert not REQUEST.is_unmet
+    assert not request.is_unmet
 
 
 @pytest.mark.fast
@@ -74,13 +82,8 @@ def test_chunks_that_are_out_of_sight_are_an_error() -> None:
     import tiny_gpt
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megatron_hecate.switch_on import entry
-    from megatron_hecate.switch_on.request import REQUEST
-
-    case = tiny_gpt.Case(pp=2, vpp=2)
-    tiny_gpt.initialize(case)
-    entry.install()
-    REQUEST.launched.update(moe_fssdp=True)
+    case = tiny_gpt.initialized(pp=2, vpp=2)
+    _install(moe_fssdp=True)
     first = tiny_gpt.build(case)[0].pop(0)
     with pytest.raises(
         ValueError, match="this rank's model has 2 chunks, of which only one is in sight when"
@@ -97,22 +100,19 @@ def test_a_step_without_fssdp_is_an_error() -> None:
     import torch
 
     from megatron_hecate import HecateConfig, fssdp
-    from megatron_hecate.switch_on import entry
-    from megatron_hecate.switch_on.request import REQUEST
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    entry.install()
+    case = tiny_gpt.initialized()
+    request = _install()
     chunks, _ = tiny_gpt.build(case)
     optimizer = torch.optim.SGD(chunks[0].parameters(), lr=0.1)
     optimizer.step()  # nobody asked for it
     for flag in ("moe_fssdp", "moe_fssdp_observe"):
-        REQUEST.launched.clear()
-        REQUEST.launched[flag] = True
+        request.launched.clear()
+        request.launched[flag] = True
         with pytest.raises(ValueError, match=OFF):
             optimizer.step()
-    REQUEST.launched.clear()
-    REQUEST.launched["moe_fssdp"] = True
+    request.launched.clear()
+    request.launched["moe_fssdp"] = True
     dense = dataclasses.replace(case, settings=tuple(DENSE.items()))
     with pytest.raises(ValueError, match=OFF.replace("SGD", "FusedAdam")):
         tiny_gpt.train(dense, steps=1)
@@ -129,31 +129,27 @@ def test_a_subclass_of_ddp_that_passes_on_its_arguments() -> None:
     import tiny_gpt
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-    from megatron_hecate.switch_on import entry
-    from megatron_hecate.switch_on.request import REQUEST
-
     class Wrapper(DistributedDataParallel):
         def __init__(self, *args: object, label: str, **kwargs: object) -> None:
             super().__init__(*args, **kwargs)
             self.label = label
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    entry.install()
+    case = tiny_gpt.initialized()
+    request = _install()
     for named in (False, True):
         chunks, config = tiny_gpt.build(case)
         stock = DistributedDataParallel(config, DistributedDataParallelConfig(), chunks[0])
         assert type(copy.copy(stock)) is DistributedDataParallel
         assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
         (chunk,), config = tiny_gpt.build(case)
-        REQUEST.launched = {"moe_fssdp": True, "moe_fssdp_slots": 1}
+        request.launched = {"moe_fssdp": True, "moe_fssdp_slots": 1}
         values = (config, DistributedDataParallelConfig(), chunk)
         if named:
             Wrapper(label="", **dict(zip(("config", "ddp_config", "module"), values, strict=True)))
         else:
             Wrapper(*values, label="")
         assert all(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers([chunk]))
-        REQUEST.launched = {}
+        request.launched = {}
 
 
 @ranks(2)
@@ -161,16 +157,11 @@ def test_megatron_fsdp_is_refused_where_it_wraps() -> None:
     import tiny_gpt
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
-    from megatron_hecate.switch_on import entry
-    from megatron_hecate.switch_on.request import REQUEST
-
     class TorchFullyShardedDataParallel(_BaseDataParallel):
         """Wraps what it is given, as Megatron's class of this name."""
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
-    entry.install()
-    REQUEST.launched.update(moe_fssdp=True)
+    case = tiny_gpt.initialized()
+    _install(moe_fssdp=True)
     chunks, config = tiny_gpt.build(case)
     with pytest.raises(ValueError, match="use_torch_fsdp2=True: FSDP2 owns the expert weights"):
         TorchFullyShardedDataParallel(config, chunks[0])

@@ -23,8 +23,7 @@ def test_converts_in_place_and_once() -> None:
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     chunks, _ = tiny_gpt.build(case)
     layers = tiny_gpt.moe_layers(chunks)
     ids = [id(p) for p in chunks[0].parameters()]
@@ -63,8 +62,7 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
 
     from megatron_hecate.switch_on import attach
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     chunks, _ = tiny_gpt.build(case)
     before = snapshot(chunks)
     original = attach._subclass
@@ -94,8 +92,7 @@ def test_a_stage_without_moe_layers() -> None:
 
     # two dense layers, then two MoE layers: the first of two pipeline stages has no expert
     settings = (("num_layers", 4), ("moe_layer_freq", [0, 0, 1, 1]))
-    case = tiny_gpt.Case(pp=2, accumulate=2, settings=settings)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(pp=2, accumulate=2, settings=settings)
     stock = tiny_gpt.train(case)
     ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
     assert ours.losses == pytest.approx(stock.losses, rel=1e-5)
@@ -129,8 +126,7 @@ def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
 
     from megatron_hecate.device import launch
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     chunks, _ = tiny_gpt.build(case)
     before = snapshot(chunks)
     patch = pytest.MonkeyPatch()
@@ -165,8 +161,7 @@ def test_an_exception_that_nobody_expects_stops_all_ranks(tmp_path: Path) -> Non
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a name that no table has")
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     for name, observes in FAILING.items():
         chunks, _ = tiny_gpt.build(case)
         before = snapshot(chunks)
@@ -189,8 +184,7 @@ def test_the_hook_takes_a_model_or_its_chunks() -> None:
     import tiny_gpt
     import torch
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     for form in (
         lambda model: model,
         lambda model: [model],
@@ -224,8 +218,7 @@ def test_chunks_one_at_a_time() -> None:
     import tiny_gpt
     import torch
 
-    case = tiny_gpt.Case(pp=2, vpp=2, accumulate=4)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(pp=2, vpp=2, accumulate=4)
     one_by_one = tiny_gpt.fssdp_hook()
 
     def hook(chunks: list) -> list:
@@ -251,8 +244,7 @@ def test_the_hook_after_ddp_is_refused() -> None:
     """Given what wraps the model, or the model that is wrapped; whatever the slots."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(bf16=True, distributed_optimizer=True)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(bf16=True, distributed_optimizer=True)
     message = "DistributedDataParallel has wrapped the model already; call the"
     for slots in (0, 2):
         chunks, config = tiny_gpt.build(case)

@@ -164,14 +164,6 @@ def test_arguments_that_a_framework_makes(holds: str, text: Path, tmp_path: Path
     assert len(losses((tmp_path / "log").read_text())) == 6
 
 
-def _assert_printed_once(log: str, problem: str) -> None:
-    """By rank 0, in a list; by rank 1, one line; and no traceback shows a line of ours."""
-    assert log.count(problem) == 1 and log.count("FSSDP cannot be switched on:\n  - ") == 1, log
-    line = "FSSDP cannot be switched on; rank 0 prints the reasons (this is rank 1)"
-    assert log.count(line) == 1, log
-    assert not re.search(r'File "[^"]*megatron_hecate/', log), log
-
-
 HOOKED = """
 import tiny_gpt
 from megatron_hecate import HecateConfig, fssdp
@@ -202,4 +194,9 @@ def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path) -> None:
     )
     log = done.stdout + done.stderr
     assert done.returncode != 0
-    _assert_printed_once(log, "--moe-fssdp with moe_single_grouped_weight=True")
+    # by rank 0, in a list; by rank 1, one line; and no traceback shows a line of ours
+    assert log.count("--moe-fssdp with moe_single_grouped_weight=True") == 1, log
+    assert log.count("FSSDP cannot be switched on:\n  - ") == 1, log
+    line = "FSSDP cannot be switched on; rank 0 prints the reasons (this is rank 1)"
+    assert log.count(line) == 1, log
+    assert not re.search(r'File "[^"]*megatron_hecate/', log), log

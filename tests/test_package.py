@@ -6,7 +6,6 @@ environment. Builds run without network and without isolation, from a copy of th
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.metadata
 import os
 import re
@@ -15,7 +14,9 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.metadata import Metadata
@@ -36,141 +37,77 @@ LICENCES = {"LICENSE", "NOTICE", "megatron_hecate/tools/page/uplot.LICENSE"}
 BUILD = "import sys\nfrom setuptools import build_meta\nprint(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
-@dataclasses.dataclass(frozen=True)
-class Built:
-    """Results of a build.
-
-    Args:
-        source: folder of the unpacked sdist.
-        wheel: path of the wheel, which was built in ``source``.
-    """
-
-    source: Path
-    wheel: Path
-
-    def in_wheel(self) -> set[str]:
-        with zipfile.ZipFile(self.wheel) as archive:
-            return set(archive.namelist())
-
-    def read(self, name: str) -> bytes:
-        with zipfile.ZipFile(self.wheel) as archive:
-            return archive.read(name)
-
-
-@dataclasses.dataclass(frozen=True)
-class Environment:
-    """Fresh virtual environment, with the wheel and the packages of this one.
-
-    Args:
-        folder: its folder; processes run in `work`, far from the checkout.
-    """
-
-    folder: Path
-
-    @property
-    def work(self) -> Path:
-        return self.folder / "work"
-
-    def run(self, *command: str, timeout: float = 120) -> subprocess.CompletedProcess:
-        path = os.pathsep.join((str(self.folder / "bin"), os.environ["PATH"]))
-        environment = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
-        environment |= {"PATH": path, "MEGATRON_HECATE_CACHE": str(self.folder / "cache")}
-        environment |= {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-        return subprocess.run(
-            command,
-            cwd=self.work,
-            env=environment,
-            text=True,
-            capture_output=True,
-            timeout=timeout,
-        )
+def _run(*command: object, **settings: Any) -> str:
+    """Return the output of a command that succeeds."""
+    settings = {"timeout": 300, **settings}
+    done = subprocess.run(list(map(str, command)), text=True, capture_output=True, **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def _build(kind: str, source: Path, out: Path) -> Path:
-    command = [sys.executable, "-c", BUILD, f"build_{kind}", str(out)]
-    done = subprocess.run(command, cwd=source, text=True, capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return out / done.stdout.splitlines()[-1]
+    printed = _run(sys.executable, "-c", BUILD, f"build_{kind}", out, cwd=source)
+    return out / printed.splitlines()[-1]
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[zipfile.ZipFile]:
+    """The wheel that the sdist makes."""
     folder = tmp_path_factory.mktemp("build")
     (out := folder / "dist").mkdir()
-    ignored = shutil.ignore_patterns(
-        ".?*", "build", "dist", "*.egg-info", "__pycache__", "data", "demo-out"
-    )
-    shutil.copytree(ROOT, folder / "checkout", ignore=ignored)
-    sdist = _build("sdist", folder / "checkout", out)
-    with tarfile.open(sdist) as archive:
+    ignored = ".?*", "build", "dist", "*.egg-info", "__pycache__", "data", "demo-out"
+    shutil.copytree(ROOT, folder / "checkout", ignore=shutil.ignore_patterns(*ignored))
+    with tarfile.open(_build("sdist", folder / "checkout", out)) as archive:
         archive.extractall(folder / "unpacked", filter="data")
     (source,) = (folder / "unpacked").iterdir()
-    return Built(source, _build("wheel", source, out))
+    with zipfile.ZipFile(_build("wheel", source, out)) as archive:
+        yield archive
 
 
 @pytest.fixture(scope="module")
-def environment(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def environment(wheel: zipfile.ZipFile, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a fresh virtual environment, with the wheel and the packages of this one."""
     import torch
 
-    environment = Environment(tmp_path_factory.mktemp("environment"))
-    environment.work.mkdir()
-    python = environment.folder / "bin" / "python"
-    install = [
-        "-m",
-        "pip",
-        "--python",
-        str(python),
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--quiet",
-    ]
-    for command in (
-        ["-m", "venv", "--without-pip", str(environment.folder)],
-        [*install, "--disable-pip-version-check", str(built.wheel)],
-    ):
-        done = subprocess.run(
-            [sys.executable, *command], text=True, capture_output=True, timeout=300
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-    (packages,) = environment.folder.glob("lib/python*/site-packages")
+    folder = tmp_path_factory.mktemp("environment")
+    _run(sys.executable, "-m", "venv", "--without-pip", folder)
+    install = "install --no-deps --no-index --quiet --disable-pip-version-check".split()
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python"]
+    _run(*pip, *install, wheel.filename)
+    (packages,) = folder.glob("lib/python*/site-packages")
     # a folder in a .pth file comes behind the environment's own packages
     (packages / "base.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    return environment
+    return folder
 
 
 def _modules(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in (folder / "megatron_hecate").rglob("*.py")}
 
 
-def test_the_wheel_is_complete_and_holds_nothing_else(built: Built) -> None:
-    found = {name for name in built.in_wheel() if ".dist-info/" not in name}
+def test_the_wheel_is_complete_and_holds_nothing_else(wheel: zipfile.ZipFile) -> None:
+    found = {name for name in wheel.namelist() if ".dist-info/" not in name}
     data = {"megatron_hecate/py.typed"}
     data |= {f"megatron_hecate/kernels/{name}" for name in KERNELS}
     data |= {f"megatron_hecate/tools/page/{name}" for name in PAGE}
     assert found == _modules(ROOT) | data
     for name in KERNELS:
-        assert (
-            built.read(f"megatron_hecate/kernels/{name}") == (ROOT / "kernels" / name).read_bytes()
-        )
+        kernel = wheel.read(f"megatron_hecate/kernels/{name}")
+        assert kernel == (ROOT / "kernels" / name).read_bytes()
 
 
-def test_metadata(built: Built) -> None:
+def test_metadata(wheel: zipfile.ZipFile) -> None:
     info = f"megatron_hecate-{__version__}.dist-info"
-    metadata = Metadata.from_email(built.read(f"{info}/METADATA"), validate=True)
+    metadata = Metadata.from_email(wheel.read(f"{info}/METADATA"), validate=True)
     assert metadata.metadata_version == "2.4" and str(metadata.version) == __version__
     assert metadata.license_expression == "Apache-2.0 AND MIT"
     assert set(metadata.license_files) == LICENCES
     for name in LICENCES:
-        assert built.read(f"{info}/licenses/{name}") == (ROOT / name).read_bytes()
+        assert wheel.read(f"{info}/licenses/{name}") == (ROOT / name).read_bytes()
     assert "Development Status :: 3 - Alpha" in metadata.classifiers
     assert set(metadata.project_urls) >= {"Paper", "Megatron-LM"}
     assert metadata.description.startswith("# megatron-hecate\n")
-    scripts = built.read(f"{info}/entry_points.txt").decode()
-    assert (
-        scripts.split()
-        == "[console_scripts] megatron-hecate = megatron_hecate.__main__:main".split()
-    )
+    scripts = wheel.read(f"{info}/entry_points.txt").decode().split()
+    assert scripts == "[console_scripts] megatron-hecate = megatron_hecate.__main__:main".split()
 
 
 def test_the_notice_names_the_release_of_uplot_that_is_inside() -> None:
@@ -182,21 +119,23 @@ def test_the_notice_names_the_release_of_uplot_that_is_inside() -> None:
     assert holder in notice and "Licence: MIT" in notice
 
 
-def test_the_installed_commands(environment: Environment) -> None:
-    found = environment.run(
-        "python", "-c", "import megatron_hecate; print(megatron_hecate.__file__)"
-    )
-    assert found.stdout.startswith(str(environment.folder / "lib")), found.stdout + found.stderr
-    done = environment.run("megatron-hecate", "--version")
-    assert (done.returncode, done.stdout) == (0, f"megatron-hecate {__version__}\n"), done.stderr
-    done = environment.run("megatron-hecate", "report", "--help")
-    assert done.returncode == 0 and done.stdout.startswith("usage: megatron-hecate report ")
-    # Planner and kernels are compiled into an empty folder.
-    done = environment.run("megatron-hecate", "check", timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    core = importlib.metadata.version("megatron-core")
-    assert f"megatron-core {core}: fits\n" in done.stdout
+def test_the_installed_commands(environment: Path, tmp_path: Path) -> None:
+    """Far from the checkout; planner and kernels are compiled into an empty folder."""
+    settings = {name: os.environ[name] for name in os.environ if name != "PYTHONPATH"}
+    settings["PATH"] = os.pathsep.join((str(environment / "bin"), os.environ["PATH"]))
+    settings |= {"MEGATRON_HECATE_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    settings |= {"PYTHONWARNINGS": "ignore"}
+
+    def run(*command: str) -> str:
+        return _run(*command, cwd=tmp_path, env=settings, timeout=600)
+
+    place = run("python", "-c", "import megatron_hecate; print(megatron_hecate.__file__)")
+    assert place.startswith(str(environment / "lib"))
+    assert run("megatron-hecate", "--version") == f"megatron-hecate {__version__}\n"
+    assert run("megatron-hecate", "report", "--help").startswith("usage: megatron-hecate report ")
+    said = run("megatron-hecate", "check")
+    assert f"megatron-core {importlib.metadata.version('megatron-core')}: fits\n" in said
     # from the sources in the wheel, into the named folder
-    assert f"CPU ranks: compiled, in {environment.folder / 'cache'}\n" in done.stdout
+    assert f"CPU ranks: compiled, in {tmp_path / 'cache'}\n" in said
     typed = "import importlib.resources as r; print((r.files('megatron_hecate') / 'py.typed').is_file())"
-    assert environment.run("python", "-c", typed).stdout == "True\n"
+    assert run("python", "-c", typed) == "True\n"

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import tomllib
-from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from pretraining import ROOT
 
 pytestmark = pytest.mark.fast
 
-PROJECT = tomllib.loads((Path(__file__).resolve().parent.parent / "pyproject.toml").read_text())[
-    "project"
-]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# of containers and of development too; packages that are not here are taken in any version
+TAKEN = {
+    "torch": "2.11.0a0+eb65b36914.nv26.02 2.11.0 2.13.0+cpu",
+    "megatron-core": "0.16.1 0.18.0.dev0 0.20.0rc0 0.20.0rc0+d98e8a64",
+}
+REFUSED = {"torch": "2.10.0 2.10.1+cu130"}
 
 
-def _takes(requirement: str, version: str) -> bool:
-    """As pip decides on a package that is installed."""
-    return Requirement(requirement).specifier.contains(version, prereleases=True)
-
-
-def test_torch_of_containers() -> None:
-    (torch,) = [name for name in PROJECT["dependencies"] if name.startswith("torch")]
-    for version in ("2.11.0a0+eb65b36914.nv26.02", "2.11.0", "2.13.0+cpu"):
-        assert _takes(torch, version)
-    assert not _takes(torch, "2.10.0") and not _takes(torch, "2.10.1+cu130")
-
-
-def test_other_packages_before_their_release() -> None:
-    for requirement in PROJECT["dependencies"]:
-        if not requirement.startswith("torch"):
-            assert not Requirement(requirement).specifier, (
-                f"{requirement}: add the container's version here"
-            )
-    (megatron,) = PROJECT["optional-dependencies"]["megatron"]
-    for version in ("0.16.1", "0.18.0.dev0", "0.20.0rc0", "0.20.0rc0+d98e8a64"):
-        assert _takes(megatron, version)
+def test_versions_that_pip_takes() -> None:
+    requirements = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["megatron"]]
+    for name, specifier in ((r.name, r.specifier) for r in map(Requirement, requirements)):
+        assert name in TAKEN or not specifier, f"{name}: add the container's version here"
+        for versions, taken in ((TAKEN, True), (REFUSED, False)):
+            for version in versions.get(name, "").split():
+                assert specifier.contains(version, prereleases=True) is taken, (name, version)
 
 
 @pytest.mark.parametrize(

@@ -100,8 +100,7 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
     data loader hangs, in the fifth. In between it is slow, but moves."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(ep=3, experts=6)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=3, experts=6)
     stock = tiny_gpt.train(case, steps=5)
     read = _start_over_tcp()
     from megatron.core import parallel_state
@@ -166,8 +165,7 @@ def test_a_rank_that_hangs_in_its_backward_is_named() -> None:
     the forward of experts: all ranks have then come through the same routers and dispatches."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(ep=3, experts=6)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=3, experts=6)
     read = _start_over_tcp()
     from megatron.core import parallel_state
 

@@ -19,26 +19,6 @@ import torch
 from ranks import ranks
 
 
-def hf_config(case: Any) -> Any:
-    """Qwen3-MoE, made small."""
-    import tiny_gpt
-    from transformers import Qwen3MoeConfig
-
-    return Qwen3MoeConfig(
-        vocab_size=tiny_gpt.VOCAB,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=case.layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        moe_intermediate_size=48,
-        num_experts=case.experts,
-        num_experts_per_tok=2,
-        max_position_embeddings=case.seq,
-    )
-
-
 def local_spec(
     config: Any, use_transformer_engine: bool = False, *, vp_stage: int | None = None
 ) -> Any:
@@ -54,11 +34,12 @@ def local_spec(
 def build_by_mcore_adapter(case: Any, hook: Callable | None) -> list:
     """Model chunks, wrapped by DDP."""
     import tiny_gpt
+    import tiny_qwen3_moe
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     models = importlib.import_module("mcore_adapter.models.model_factory")
     template = importlib.import_module("mcore_adapter.models.converter.template")
-    given = hf_config(case)
+    given = tiny_qwen3_moe.config_of(vocab=tiny_gpt.VOCAB, layers=case.layers)
     settings = template.get_template(given.model_type).convert_hf_to_mca_config_kws(given)
     settings |= dict(
         transformer_impl="local",
@@ -106,8 +87,7 @@ def test_a_model_that_roll_builds() -> None:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     sys.path.insert(0, os.environ["HECATE_MCORE_ADAPTER"])
-    case = tiny_gpt.Case(**LAYOUT)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(**LAYOUT)
     computed = torch.zeros(1)
 
     def train(hook: Callable | None) -> tuple[list[float], dict[str, torch.Tensor]]:

@@ -64,8 +64,7 @@ def test_nemo_rls_own_router_replay() -> None:
     import tiny_gpt
     from megatron.core import parallel_state
 
-    case = tiny_gpt.Case(settings=(REPLAY, *FULL.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(settings=(REPLAY, *FULL.items()))
     interfaces = types.ModuleType("nemo_rl.models.generation.interfaces")
     interfaces.ROUTED_EXPERTS_MISSING_ROUTE_SENTINEL = -1
     policy = types.ModuleType("nemo_rl.models.policy")
@@ -103,8 +102,7 @@ def test_verls_own_patch() -> None:
         set_routes(router, routes.masked_fill(~KNOWN.unsqueeze(1), 0), replay_mask=KNOWN)
 
     verl.RouterReplay.set_target_indices = set_masked
-    case = tiny_gpt.Case(settings=(REPLAY, *FULL.items()))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(settings=(REPLAY, *FULL.items()))
     replay(case.accumulate, actions=verl.RouterReplayAction)
     ours = _compare(case)
     assert isinstance(tiny_gpt.moe_layers(ours.chunks)[0].router.router_replay, verl.RouterReplay)

@@ -160,14 +160,6 @@ class Runs:
         return {n: w for file in files for n, w in load_file(file).items()}
 
 
-def are_moved(trainer: Any) -> bool:
-    """Whether experts of a converted model are elsewhere."""
-    import tiny_gpt
-
-    layer = tiny_gpt.moe_layers(trainer.unwrapped_models)[0]
-    return hasattr(layer, "fssdp") and layer.prefetcher.rehoming.homes.are_moved
-
-
 def compare(runs: Runs, **settings: Any) -> None:
     """Train with and without FSSDP.
 
@@ -212,7 +204,7 @@ def test_weights_exported_for_a_rollout_and_memory_given_to_it() -> None:
     moved: list[bool] = []
 
     def roll_out(trainer: Any) -> None:
-        moved.append(are_moved(trainer))
+        moved.append(moved_homes.are_moved(trainer.unwrapped_models))
         weights = trainer.bridge.export_weights(trainer.unwrapped_models)
         exported.append({name: weight.clone() for name, weight in weights})
         utils.offload_megatron_model_to_cpu(trainer.wrapped_models)

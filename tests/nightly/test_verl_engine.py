@@ -197,14 +197,6 @@ class Actor:
         )
         return tu.get(self.worker.train_mini_batch(data), "metrics")
 
-    def are_moved(self) -> bool:
-        """Whether experts of a converted model are elsewhere."""
-        import tiny_gpt
-
-        layer = tiny_gpt.moe_layers(self.engine.module)[0]
-        rehoming = hasattr(layer, "fssdp") and layer.prefetcher.rehoming
-        return bool(rehoming and rehoming.homes.are_moved)
-
     def export(self) -> dict[str, torch.Tensor]:
         """Weights for a rollout, by Hugging Face's names."""
         weights, _ = self.engine.get_per_tensor_param()
@@ -216,6 +208,8 @@ class Actor:
 def train(actor: Actor, folder: Path) -> tuple[list[dict], list[torch.Tensor], list[dict], bool]:
     """Figures of all steps, log-probabilities before each, weights exported after each, and whether experts were
     elsewhere before the last export."""
+    import moved_homes
+
     figures, probs, exported = [], [], []
     moved = False
     for step in range(STEPS):
@@ -224,7 +218,7 @@ def train(actor: Actor, folder: Path) -> tuple[list[dict], list[torch.Tensor], l
         probs.append(data["old_log_probs"])
         metrics = actor.update(data)
         figures.append({name: metrics[name] for name in ("loss", "grad_norm")})
-        moved = actor.are_moved()
+        moved = moved_homes.are_moved(actor.engine.module)
         exported.append(actor.export())
     return figures, probs, exported, moved
 

@@ -83,8 +83,7 @@ def _mtp_gradients(folder: Path | None) -> None:
         ("mtp_use_repeated_layer", True),
         ("mtp_loss_scaling_factor", 1.0),
     )
-    case = tiny_gpt.Case(ep=1, grouped=True, settings=repeated)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=1, grouped=True, settings=repeated)
 
     def fuse(chunks: list) -> list:
         for module in (m for m in chunks[0].modules() if hasattr(m, "fuse_wgrad_accumulation")):

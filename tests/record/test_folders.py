@@ -86,8 +86,7 @@ def test_a_second_run_of_the_hook_counts_no_model() -> None:
     import torch.distributed as dist
 
     folder = Path(os.environ["TEST_FOLDER"], "run")
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     hook = tiny_gpt.fssdp_hook(record=folder)
     with pytest.raises(ValueError, match="has no MoE layer"):
         hook(torch.nn.Linear(2, 2))

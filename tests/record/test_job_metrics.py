@@ -83,8 +83,7 @@ def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
 
     from megatron_hecate import HecateConfig, fssdp, layer_metrics
 
-    case = tiny_gpt.Case(ep=2, accumulate=2, skew=3, **LAYOUTS[layout])
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=2, accumulate=2, skew=3, **LAYOUTS[layout])
     (board, wandb), folder = _script(every=2), os.environ["TEST_FOLDER"] + "/run"
     # [T, layer's number]: tokens by expert, by rank computed
     counts = torch.zeros(5, 5, 8 + 2, dtype=torch.int64)
@@ -184,8 +183,7 @@ def test_a_stage_whose_metrics_do_not_come_delays_nobody() -> None:
 
     from megatron_hecate import HecateConfig, fssdp
 
-    case = tiny_gpt.Case(ep=1, pp=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=1, pp=2)
     (board, _), trained, hung = _script(every=1), threading.Event(), threading.Event()
 
     def hook(chunks: list) -> list:

@@ -17,8 +17,7 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
     from megatron_hecate import layer_metrics
     from megatron_hecate.plan import CPU
 
-    case = tiny_gpt.Case(accumulate=2)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2)
     stock = tiny_gpt.train(case)
 
     def forbidden(*_: object) -> None:

@@ -30,12 +30,12 @@ def _load(iteration: int, layers: int = 2, experts: int = 6) -> np.ndarray:
     return np.random.default_rng(iteration).integers(0, 70_000, (layers, experts))
 
 
-def _write(folder: Path, iterations: range, *, job: int = 0, info: RunInfo = INFO) -> Path:
+def _write(folder: Path, iterations: range, *, job: int = 0, **columns: np.ndarray) -> Path:
     """Record iterations of the job with this number; its loads differ from other jobs'."""
-    info = dataclasses.replace(info, started=f"2026-11-28T11:50:0{job}.123+00:00")
-    writer = RunWriter(folder, info)
+    started = f"2026-11-28T11:50:0{job}.123+00:00"
+    writer = RunWriter(folder, dataclasses.replace(INFO, started=started))
     for iteration in iterations:
-        writer.append(iteration, load=_load(iteration + 1000 * job))
+        writer.append(iteration, load=_load(iteration + 1000 * job), **columns)
     writer.close()
     return folder
 
@@ -207,16 +207,12 @@ def test_a_reader_never_sees_half_an_iteration(tmp_path: Path) -> None:
 
 def test_a_run_that_goes_on_with_another_dispatcher_is_read(tmp_path: Path) -> None:
     """Only Megatron's all-to-all tells what crosses nodes: one job holds a column that the other one lacks."""
-    for first, more in ((1, {"crossing": np.array([3, 4])}), (4, {})):
-        info = dataclasses.replace(INFO, started=f"2026-11-28T11:50:0{first}+00:00")
-        writer = RunWriter(tmp_path, info)
-        for iteration in range(first, first + 3):
-            writer.append(iteration, load=_load(iteration), **more)
-        writer.close()
+    _write(tmp_path, range(1, 4), crossing=np.array([3, 4]))
+    _write(tmp_path, range(4, 7), job=1)
     record = read(tmp_path)
     assert record.iteration.tolist() == [1, 2, 3, 4, 5, 6]
-    assert (record.load == np.stack([_load(i) for i in range(1, 7)])).all()
-    assert record.crossing is None
+    expected = [_load(i if i < 4 else i + 1000) for i in range(1, 7)]
+    assert (record.load == np.stack(expected)).all() and record.crossing is None
 
 
 def test_damage_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -47,8 +47,7 @@ def test_a_profiler_of_all_threads_shows_spans_of_each_thread() -> None:
 def test_spans_of_a_step() -> None:
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 4),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=(("num_layers", 4),))
     hook = tiny_gpt.fssdp_hook(lifetime="layer")
     silent = tiny_gpt.train(case, steps=3, hook=hook)
     run = tiny_gpt.train(case, steps=2, hook=hook)

@@ -331,8 +331,7 @@ def test_a_skewed_run_stays_inside_its_budget() -> None:
     from megatron_hecate.record.metrics import layer_metrics
 
     sizes = dict(experts=8, seq=64, micro_batch=8, skew=0.0)
-    case = tiny_gpt.Case(**sizes)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(**sizes)
     hook = tiny_gpt.fssdp_hook(late_replicas=4)
     runs = {
         "balanced": (

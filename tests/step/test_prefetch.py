@@ -34,8 +34,7 @@ def test_a_plan_knows_the_one_before_it() -> None:
 
     done: list[tuple[str, Any]] = []
     _note_plans(done)
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     tiny_gpt.train(case, steps=5, hook=tiny_gpt.fssdp_hook(slots=1, late_replicas=2))
     for layer in range(2):
         plans = [settings for _, settings in done[layer::2]]  # from the second iteration on
@@ -51,8 +50,7 @@ def test_layers_are_planned_once_and_before_their_fetch(lifetime: str) -> None:
     """In an iteration, in whatever microbatch."""
     import tiny_gpt
 
-    case = tiny_gpt.Case(accumulate=2, settings=(("num_layers", 11),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, settings=(("num_layers", 11),))
     run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=1, lifetime=lifetime))
     done: list[tuple[str, Any]] = []
     _note_plans(done)
@@ -92,8 +90,7 @@ def test_layers_are_fetched_at_a_distance(loop_kind: str) -> None:
 
     import megatron_hecate
 
-    case = tiny_gpt.Case(accumulate=2, skew=4, settings=(("num_layers", 8),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=2, skew=4, settings=(("num_layers", 8),))
     loop = loops.Loop(case, tiny_gpt.fssdp_hook(slots=1, lifetime="iteration"))
     forwards: list[list[list[int]]] = []
 
@@ -138,8 +135,7 @@ def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
 
     from megatron_hecate.step.early_plans import EarlyPlans
 
-    case = tiny_gpt.Case(accumulate=3, settings=(("num_layers", 4),))
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(accumulate=3, settings=(("num_layers", 4),))
     run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1))
     plan, calls = EarlyPlans.plan, itertools.count()
 
@@ -168,8 +164,9 @@ def test_when_buffers_are_allocated(transport: str, overlap: bool) -> None:
     from megatron_hecate.comm.p2p import P2P
     from megatron_hecate.nvlink.transport import NVLink
 
-    case = tiny_gpt.Case(accumulate=2, bf16=True, overlap=overlap, distributed_optimizer=overlap)
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(
+        accumulate=2, bf16=True, overlap=overlap, distributed_optimizer=overlap
+    )
     done: list[str] = []
 
     def note(kind: type) -> None:

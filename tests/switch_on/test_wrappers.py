@@ -20,8 +20,7 @@ MEGATRON_FSDP = r"use_megatron_fsdp=True: .* set ddp.use_megatron_fsdp=false and
 def _stock_model() -> tuple[list, Any]:
     import tiny_gpt
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     return tiny_gpt.build(case)
 
 
@@ -96,8 +95,7 @@ def test_owners_of_experts() -> None:
     """Before the hook, which leaves the model as it was, and after it, in every forward."""
     import tiny_gpt
 
-    case = tiny_gpt.Case()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized()
     for take, message in OWNERS.values():
         chunks, _ = tiny_gpt.build(case)
         take(chunks)

@@ -38,3 +38,12 @@ def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
             )
 
     schedule.HomeSearch = Wanted
+
+
+def are_moved(chunks: list) -> bool:
+    """Whether experts of a converted model are elsewhere."""
+    import tiny_gpt
+
+    layer = tiny_gpt.moe_layers(chunks)[0]
+    rehoming = hasattr(layer, "fssdp") and layer.prefetcher.rehoming
+    return bool(rehoming and rehoming.homes.are_moved)
