@@ -42,33 +42,18 @@ FLOORS = [
     {"__main__"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITH_MEGATRON = {
-    "megatron",
-    "switch_on",
-    "enable",
-    "bridge",
-    "__main__",
-    "step.layer",
-    "step.layer_parts",
-    "record.job_metrics",
-    "record.job_sizes",
-    "record.observe",
-    "record.recorder",
-    "tools.check",
-    "tools.command_line",
-}
-OF_PLAN = {"json", "math", "numba", "numpy", "pathlib", "torch", "typing"}
-OF_PLAN |= {
-    "__future__",
-    "collections",
-    "dataclasses",
-    "functools",
-    "hashlib",
-    "heapq",
-    "itertools",
-    "operator",
-    "zlib",
-}
+WITH_MEGATRON = set(
+    """
+    megatron switch_on enable bridge __main__ step.layer step.layer_parts record.job_sizes
+    record.job_metrics record.observe record.recorder tools.check tools.command_line
+    """.split()
+)
+OF_PLAN = set(
+    """
+    __future__ collections dataclasses functools hashlib heapq itertools json math numba numpy
+    operator pathlib torch typing zlib
+    """.split()
+)
 OF_COMPILED = {"contextlib", "pickle", "sys", "warnings"}  # they keep machine code in files
 
 
@@ -91,28 +76,23 @@ def _imports(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
 def test_imports_point_one_way(path: Path) -> None:
-    module = (
-        ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        .removesuffix("__init__")
-        .rstrip(".")
-    )
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    module = ".".join(part for part in parts if part != "__init__")
     room = _room(module)
     for name in _imports(path):
         top, _, rest = name.partition(".")
         if top == "megatron_hecate":
             other = _room(rest) if _room(rest) in FLOOR else ""
-            inside = other == room or (room, rest) == (
-                "",
-                "switch_on.convert",
-            )  # which is lazy: it imports Megatron
-            assert inside or FLOOR[other] < FLOOR[room], f"{module} must not import {name}"
+            # which is lazy: it imports Megatron
+            is_lazy = (room, rest) == ("", "switch_on.convert")
+            is_below = other == room or FLOOR[other] < FLOOR[room]
+            assert is_lazy or is_below, f"{module} must not import {name}"
         elif top == "megatron":
             assert {room, module} & WITH_MEGATRON, f"{module} must not import {name}"
         elif room == "plan" or module == "homes.planner":
             allowed = OF_PLAN | (OF_COMPILED if module == "plan.compiled" else set())
-            assert top in allowed and not name.startswith("torch.distributed"), (
-                f"plan imports {name}"
-            )
+            is_allowed = top in allowed and not name.startswith("torch.distributed")
+            assert is_allowed, f"plan imports {name}"
 
 
 def test_no_test_imports_another_one() -> None:

@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan
 from megatron_hecate.plan import Placement
-from megatron_hecate.replicas import buffers
 from megatron_hecate.replicas.buffers import LIFETIMES, BufferPool, ReplicaSlots
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
@@ -89,19 +88,6 @@ def test_parameters_that_cannot_be_one_chunk() -> None:
     types = r"layer 1: expert parameters have dtypes \['torch.bfloat16', 'torch.float32'\].* keeps to torch.float32"
     with pytest.raises(ValueError, match=types):
         start(trained, half)
-
-
-@pytest.mark.fast
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_development_mode_poisons_what_is_dropped(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(buffers, "sys", SimpleNamespace(flags=SimpleNamespace(dev_mode=True)))
-    buffer = buffers.Buffer(torch.zeros(1024, dtype=torch.uint8))
-    chunks = buffer.chunks(LayerBuffer(slots=2, elements=100, dtype=dtype, homes=3), dtype)
-    assert len(chunks) == 2 and not any(chunk.isnan().any() for chunk in chunks)
-    buffer.hold("somebody")
-    assert all(chunk.isnan().all() for chunk in chunks)
 
 
 @pytest.mark.parametrize("lifetime", LIFETIMES)

@@ -58,12 +58,10 @@ def declare() -> None:
     """What must run for every microbatch, and so never inside a graph."""
     from graph_capture import not_in_graphs
 
-    from megatron_hecate.step.late_replicas import LateReplicas
     from megatron_hecate.step.prefetch import Prefetcher
 
-    for name in ("before_attention", "materialize", "dispatched", "begin_chunk"):
+    for name in ("before_attention", "materialize", "dispatched", "begin_chunk", "add_late"):
         not_in_graphs(Prefetcher, name)
-    not_in_graphs(LateReplicas, "add")
 
 
 class _Moving:
