@@ -78,22 +78,17 @@ class HomesSchedule(Rehoming):
         Raises:
             As `Homes.refuse_if_inconsistent` and `Homes.move`.
         """
-        try:
-            self.homes.refuse_if_inconsistent()
-            last = self._last_loads()
-            if last is not None and last is not self._last:
-                self._last = last
-                self._window.append(last)
-            if self._is_due():
-                self._wanted = self._search(iteration) or self._wanted
-                self._window.clear()
-            if self._clock.has_stepped and self._wanted is not None:
-                self.homes.move(self._wanted)
-                self._wanted = None
-        except BaseException:
-            # a training loop that catches the error begins a new iteration, with new replicas
-            self._clock.end_iteration()
-            raise
+        self.homes.refuse_if_inconsistent()
+        last = self._last_loads()
+        if last is not None and last is not self._last:
+            self._last = last
+            self._window.append(last)
+        if self._is_due():
+            self._wanted = self._search(iteration) or self._wanted
+            self._window.clear()
+        if self._clock.has_stepped and self._wanted is not None:
+            self.homes.move(self._wanted)
+            self._wanted = None
 
     def _is_due(self) -> bool:
         """Whether enough iterations have passed, and an optimizer stepped or none is known."""
