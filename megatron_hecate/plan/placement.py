@@ -32,7 +32,7 @@ EMPTY = -1
 class Placement:
     """Homes and replicas of one layer. Immutable; `with_replicas` makes a new placement.
 
-    Planning time counts, so nothing is validated here: tests call `check`.
+    Planning time counts, so nothing is validated here.
 
     Args:
         home: [E] int, the rank that owns each expert.
@@ -139,35 +139,3 @@ class Placement:
             digest.update(f"{name}{array.shape}".encode())
             digest.update(array.astype("<i8", order="C", casting="same_kind").tobytes())
         return int.from_bytes(digest.digest(), "big", signed=True)
-
-    def check(self, *, num_slots: int | None = None) -> None:
-        """Check that each home holds its expert, and no rank holds an expert twice.
-
-        Args:
-            num_slots: most replicas of a rank; ``None`` for no limit.
-
-        Raises:
-            AssertionError: for a bug of ours; the message names the experts, ranks and values.
-        """
-        for name, lowest, limit in (
-            ("home", 0, self.num_ranks),
-            ("table", EMPTY, self.num_experts),
-        ):
-            numbers = getattr(self, name)
-            if not ((numbers >= lowest) & (numbers < limit)).all():
-                raise AssertionError(
-                    f"{name} must be {lowest} to {limit - 1}, got {numbers.tolist()}"
-                )
-        for rank, slots in enumerate(self.table.tolist()):
-            experts = [expert for expert in slots if expert != EMPTY]
-            homes = np.flatnonzero(self.home == rank).tolist()
-            if len(set(experts)) < len(experts) or not set(homes) <= set(experts):
-                raise AssertionError(
-                    f"rank {rank}, home of experts {homes}, must hold each of them, and no expert "
-                    f"twice: slots {slots}"
-                )
-            if num_slots is not None and len(experts) - len(homes) > num_slots:
-                raise AssertionError(
-                    f"rank {rank} holds {len(experts) - len(homes)} replicas, "
-                    f"num_slots={num_slots}: slots {slots}"
-                )

@@ -11,7 +11,7 @@ import dataclasses
 import numpy as np
 import pytest
 from loads import DATA, Trace
-from plan_cases import fits
+from plan_cases import check_placement, fits
 from shapes import swiglu
 
 from megatron_hecate.plan import CopyCost, Placement, World, largest_load, plan_replicas
@@ -91,7 +91,7 @@ def test_known_loads_leave_ranks_even(num_experts: int, num_ranks: int, copies: 
         tokens = PAIRS * SHAPE.microbatches * num_ranks
         load = rng.poisson(shares(skew, num_experts, rng) * tokens)
         plan = plan_replicas(load, homes, world, cost=cost)
-        plan.check(num_slots=SLOTS)
+        check_placement(plan, num_slots=SLOTS)
         found.append(largest_load(load, plan) / load.sum() * num_ranks)
     assert np.mean(found) <= TARGET[0], found
     assert max(found) <= TARGET[1], found
@@ -110,7 +110,7 @@ def test_tokens_reach_the_replicas(copies: str) -> None:
     forecast = counts.sum(axis=0) * float(SHAPE.microbatches)
     cost = price(copies, world)
     plan = plan_replicas(forecast, homes, world, cost=cost)
-    plan.check(num_slots=SLOTS)
+    check_placement(plan, num_slots=SLOTS)
     tokens, order = quotas_of_all(counts, plan, GroupShape.of(world, plan))
     load = np.bincount(order.rank, weights=tokens.sum(axis=0), minlength=num_ranks)
     bare = np.bincount(homes.home, weights=forecast, minlength=num_ranks)

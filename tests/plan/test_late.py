@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from plan_cases import some_homes, some_load, some_replicas, some_world
+from plan_cases import check_placement, some_homes, some_load, some_replicas, some_world
 from seeds import seeds
 
 from megatron_hecate.plan import CopyCost, Placement, World, add_late_replicas, largest_load
@@ -34,7 +34,7 @@ def test_late_replicas_win_more_than_they_cost(seed: int) -> None:
         bool(rng.integers(2)),
     )
     after = late(load, before, world, near=near, far=far, most=most, across=across)
-    after.check()
+    check_placement(after)
     added = np.argwhere(after.holders & ~before.holders)
     assert len(added) <= most
     is_far = [world.node[before.home[e]] != world.node[r] for e, r in added]

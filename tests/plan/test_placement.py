@@ -168,26 +168,6 @@ def test_homes_may_be_uneven() -> None:
     assert below.with_replicas([(0, 1)]).table.tolist() == [[-1, 0], [0, 1]]
 
 
-@pytest.mark.parametrize(
-    ("home", "table", "message"),
-    [
-        ([0, 0], [[0], [1]], r"rank 0, home of experts \[0, 1\], must hold each .* twice: slots \[0\]"),
-        ([0, 1], [[0, -1], [0, -1]], r"rank 1, home of experts \[1\], must .* slots \[0, -1\]"),
-        ([0, 1], [[0, 0], [1, -1]], r"rank 0, home of experts \[0\], must .* slots \[0, 0\]"),
-        ([0, 1], [[0, 1], [1, 1]], r"rank 1, home of experts \[1\], must .* slots \[1, 1\]"),
-        ([0, 2], [[0], [1]], r"home must be 0 to 1, got \[0, 2\]"),
-        ([0, -1], [[0], [1]], r"home must be 0 to 1, got \[0, -1\]"),
-        ([0, 1], [[0, 2], [1, -1]], r"table must be -1 to 1, got \[\[0, 2\], \[1, -1\]\]"),
-        ([0, 1], [[0, -2], [1, -1]], r"table must be -1 to 1, got \[\[0, -2\], \[1, -1\]\]"),
-    ],
-)  # fmt: skip
-def test_the_checker_finds_tables_that_contradict_the_homes(
-    home: list, table: list, message: str
-) -> None:
-    with pytest.raises(AssertionError, match=message):
-        Placement(home=np.array(home), table=np.array(table)).check()
-
-
 def _placement() -> Placement:
     """Four experts on two ranks, a replica of expert 0 on rank 1."""
     return Placement(home=np.array([0, 0, 1, 1]), table=np.array([[0, 1, -1], [2, 3, 0]]))

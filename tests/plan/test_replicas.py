@@ -11,7 +11,7 @@ import itertools
 
 import numpy as np
 import pytest
-from plan_cases import least_largest, some_homes, some_load, some_world
+from plan_cases import check_placement, least_largest, some_homes, some_load, some_world
 from seeds import seeds
 from shapes import swiglu
 
@@ -38,7 +38,7 @@ def test_every_plan_is_valid_and_the_same_again(seed: int) -> None:
     }
     cost = CopyCost(**prices, contention=0.1, out=1 / 3, most=[None, 0, 1, 2][rng.integers(4)])
     plan = plan_replicas(forecast, homes, world, cost=cost)
-    plan.check(num_slots=cost.most)
+    check_placement(plan, num_slots=cost.most)
     assert (plan.home == homes.home).all()
     again = plan_replicas(forecast, homes, world, cost=cost)
     assert (again.table == plan.table).all()

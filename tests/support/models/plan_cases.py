@@ -36,6 +36,16 @@ def some_replicas(rng: np.random.Generator, homes: Placement, share: float = 0.7
     return Placement(home=homes.home.copy(), table=table)
 
 
+def check_placement(placement: Placement, *, num_slots: int | None = None) -> None:
+    """Each home holds its expert, no rank holds an expert twice, and none has more than ``num_slots`` replicas."""
+    for rank, slots in enumerate(placement.table.tolist()):
+        experts = [expert for expert in slots if expert != EMPTY]
+        homes = np.flatnonzero(placement.home == rank).tolist()
+        assert len(set(experts)) == len(experts) and set(homes) <= set(experts), (rank, slots)
+        assert min(experts, default=0) >= 0, (rank, slots)
+        assert num_slots is None or len(experts) <= len(homes) + num_slots, (rank, slots)
+
+
 def some_world(rng: np.random.Generator, num_ranks: int) -> World:
     """Nodes of uneven sizes whose ranks are interleaved."""
     return World(tuple(rng.integers(0, 4, num_ranks).tolist()))
