@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -43,16 +41,12 @@ class P2P:
 
     name = "p2p"
     scatters = False
-    # Transfers so far, by group object: in another attempt of the job the groups have the same
-    # names, but ranks must agree on the numbers and so start again at 0.
-    _numbers: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, int]] = (
-        weakref.WeakKeyDictionary()
-    )
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float, can_time: bool = True) -> None:
         self.group = group
         self.timeout = timeout
         self._can_time = can_time
+        self._num_transfers = 0
         self._staging = torch.empty(0, dtype=torch.uint8)
         # Chunks of the staging buffer by number, elements and data type.
         self._staged: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
@@ -209,9 +203,8 @@ class P2P:
         All ranks start the same transfers in the same order. Backends with tags (gloo) match the
         messages of a transfer by its tag, so that two transfers may be in flight.
         """
-        number = self._numbers.get(self.group, 0) + 1
-        self._numbers[self.group] = number
-        return number % (1 << 30)
+        self._num_transfers += 1
+        return self._num_transfers % (1 << 30)
 
     def batch(self, tag: int, *, what: str, label: str) -> _Messages:
         """Create an empty batch of messages of the transfer ``tag``, to be posted together."""
