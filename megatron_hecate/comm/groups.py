@@ -99,22 +99,14 @@ def new_group(
                 f"{list(ranks)} ({description}) within {timeout:g} s: a rank died, hangs or failed."
                 f" Cause: {error}"
             ) from error
-    connect_ranks(group, nccl, label=description, timeout=timeout)
+    _connect(group, nccl, label=description, timeout=timeout)
     return group
 
 
-def connect_ranks(
+def _connect(
     group: dist.ProcessGroup, nccl: NcclSettings | None, *, label: str, timeout: float
 ) -> None:
-    """Connect the ranks of ``group`` by one collective.
-
-    Args:
-        group: the process group.
-        nccl: NCCL settings, ``None`` on CPU ranks; with `NcclSettings.pairs` every ordered pair of
-            ranks is connected.
-        label: name of the group, for errors.
-        timeout: seconds.
-    """
+    """Connect the ranks of ``group`` by one collective."""
     device = "cpu" if nccl is None else "cuda"
     if nccl is not None and nccl.pairs:
         message = torch.zeros(group.size(), device=device)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from megatron_hecate.comm.agreement import shorten
 from megatron_hecate.comm.device import device_of_rank, on_gpus
-from megatron_hecate.comm.groups import DEFAULT_CTAS, NcclSettings, connect_ranks, new_group
+from megatron_hecate.comm.groups import DEFAULT_CTAS, NcclSettings, new_group
 from megatron_hecate.comm.overlap import explain_exposed
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.problems import collect
@@ -94,33 +94,29 @@ def connect(
     # With one hardware queue `Transfer.wait` enqueues the end of a fetch, which hides its duration.
     make_p2p = functools.partial(P2P, timeout=timeout, can_time=not job["one queue"])
     free = _free_bytes()
-    process_groups = {
-        group: new_group(group, description=LABEL, timeout=timeout, nccl=nccl) for group in layouts
-    }
     transports: dict[Group, Transport] = {}
-    for group, everyone in process_groups.items():
+    for group, (_, domains) in layouts.items():
+        everyone = new_group(group, description=LABEL, timeout=timeout, nccl=nccl)
         if name == P2P.name:
             transports[group] = make_p2p(everyone)
         else:
-            _, domains = layouts[group]
             transports[group] = _make_nvlink(everyone, domains, nccl, timeout=timeout)
-    nccl_bytes = free - _free_bytes()
+    nccl_bytes = max(0, free - _free_bytes())
     failures, is_usable = [], True
     if name == NVLink.name:
         failures, is_usable = self_test(transports.values(), device_of_rank(), timeout=timeout)
     # A rank whose CUDA context was destroyed by the self-test cannot continue with any transport.
     if failures and request == AUTO and is_usable:
+        second = connect(P2P.name, groups, problems, timeout=timeout, nccl_ctas=nccl_ctas)
         why = f"{name} failed its self-test: {'; '.join(failures)}"
-        name = P2P.name
-        nccl_bytes += _connect_all_pairs(process_groups.values(), nccl, timeout=timeout)
-        transports = {group: make_p2p(everyone) for group, everyone in process_groups.items()}
-    elif failures:
+        return dataclasses.replace(second, why=why, nccl_bytes=nccl_bytes + second.nccl_bytes)
+    if failures:
         problems += [f"transport={request!r} failed its self-test: {text}" for text in failures]
         transports = {}
     is_told = dist.get_rank() == 0 and job["one queue"]
     exposed = explain_exposed(name, across_domains=job["across"]) if is_told else ""
     nodes = {group: nodes for group, (nodes, _) in layouts.items()}
-    return Connection(name, why, nodes, transports, exposed, max(0, nccl_bytes))
+    return Connection(name, why, nodes, transports, exposed, nccl_bytes)
 
 
 def _decide(
@@ -162,19 +158,6 @@ def _make_nvlink(
             ranks, description="fssdp domain", timeout=timeout, nccl=own_nccl
         )
     return NVLink(everyone, group_of_domain, domains=domains, timeout=timeout)
-
-
-def _connect_all_pairs(
-    process_groups: Iterable[dist.ProcessGroup], nccl: NcclSettings | None, *, timeout: float
-) -> int:
-    """Connect all pairs of ranks; return the bytes of the GPU that NCCL took."""
-    if nccl is None:
-        return 0
-    free = _free_bytes()
-    all_pairs = dataclasses.replace(nccl, pairs=True)
-    for process_group in process_groups:
-        connect_ranks(process_group, all_pairs, label=LABEL, timeout=timeout)
-    return free - _free_bytes()
 
 
 def _free_bytes() -> int:

@@ -214,7 +214,7 @@ def test_messages_of_nccl_come_before_other_work(
         "new_group",
         lambda ranks, **settings: made.append(settings.get("pg_options")),
     )
-    monkeypatch.setattr(groups, "connect_ranks", lambda *_, **__: None)
+    monkeypatch.setattr(groups, "_connect", lambda *_, **__: None)
     nccl = NcclSettings() if on_gpus else None
     groups.new_group((1, 2), description="transfers", timeout=30.0, nccl=nccl)
     (options,) = made
