@@ -5,9 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.utils.checkpoint
@@ -101,33 +99,3 @@ def passes_per_microbatch(layers: Sequence[Module], chunks: Sequence[Module]) ->
             if module in passes:
                 passes[module] = block.config.mtp_num_layers
     return list(passes.values())
-
-
-def forwards_in_flight(config: Any, chunks: Sequence[int]) -> int:
-    """Upper bound of a rank's layer forwards in flight (without their backward), over all layers.
-
-    Read from Megatron's schedules (``core/pipeline_parallel/schedules.py``). Without a pipeline one
-    microbatch is in flight. 1F1B runs (stages - 1 - stage) microbatches ahead. The interleaved
-    schedule runs twice that ahead, and the microbatches of the other chunks, in passes of one
-    chunk. The combined schedule (``overlap_moe_expert_parallel_comm``) runs one more ahead.
-
-    Args:
-        config: ``TransformerConfig``.
-        chunks: model chunk of each layer of this rank.
-    """
-    from megatron.core import parallel_state
-
-    stages = config.pipeline_model_parallel_size
-    stage = parallel_state.get_pipeline_model_parallel_rank() if stages > 1 else 0
-    per_chunk = max(Counter(chunks).values())
-    interleaved = config.virtual_pipeline_model_parallel_size or 1
-    if stages == 1:
-        passes = 1
-    elif interleaved == 1:
-        passes = stages - stage
-    else:
-        group_size = getattr(config, "microbatch_group_size_per_vp_stage", None) or stages
-        passes = 2 * (stages - stage - 1) + (interleaved - 1) * group_size + 1
-    if getattr(config, "overlap_moe_expert_parallel_comm", False):
-        passes += 1
-    return passes * per_chunk

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,11 +10,9 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_hecate.comm.device import device_of_rank
-from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.megatron.training_globals import training_arguments
-from megatron_hecate.megatron.training_state import forwards_in_flight, num_microbatches
+from megatron_hecate.megatron.training_state import num_microbatches
 from megatron_hecate.plan import LayerShape
-from megatron_hecate.replicas.memory_estimate import ExpertMemory
 
 
 def job_sizes(config: Any) -> dict[str, Any]:
@@ -30,9 +26,7 @@ def job_sizes(config: Any) -> dict[str, Any]:
         ranks=dist.get_world_size(),
         pp=stages,
         vpp=config.virtual_pipeline_model_parallel_size or 1,
-        tp=config.tensor_model_parallel_size,
         hidden=config.hidden_size,
-        ffn=config.moe_ffn_hidden_size,
         dense_ffn=config.ffn_hidden_size,
         num_layers=config.num_layers,
         heads=config.num_attention_heads,
@@ -71,45 +65,3 @@ def stock_shape(layer: MoELayer) -> LayerShape:
         token_flops=2.0 * elements,
         microbatches=num_microbatches() or 1,
     )
-
-
-def stock_memory(layer: MoELayer, shape: LayerShape, num_layers: int) -> dict[str, float]:
-    """Estimate `RunInfo.memory` of this rank, for ``num_layers`` layers like ``layer``."""
-    elements = int(shape.token_flops / 2)
-    dtype = next(layer.experts.parameters()).dtype
-    buffers = [LayerBuffer(0, elements, dtype, layer.num_local_experts)] * num_layers
-    memory = ExpertMemory.estimate(buffers, "iteration")
-    return memory_sizes(memory, layer.config, [0] * num_layers, dtype)
-
-
-def memory_sizes(
-    memory: ExpertMemory, config: Any, chunks: Sequence[int], dtype: torch.dtype
-) -> dict[str, float]:
-    """Return `RunInfo.memory`: expert memory, and activations that the experts keep per token.
-
-    Linears keep their inputs. An activation function keeps its input and, unless it is fused,
-    intermediate results. Activations kept by quantization are not counted.
-
-    Args:
-        memory: expert memory of this rank.
-        config: ``TransformerConfig`` of the model's MoE layers.
-        chunks: model chunk of each layer of this rank.
-        dtype: dtype of the activations.
-    """
-    selective = []
-    if config.recompute_granularity == "selective":
-        selective = config.recompute_modules or []
-    is_recomputed = config.recompute_granularity == "full" or "moe" in selective
-    gated = bool(config.gated_linear_unit)
-    # Tensors of the FFN's width that the activation function keeps.
-    if "moe_act" in selective:
-        activation_tensors = 0
-    elif config.bias_activation_fusion:
-        activation_tensors = 1
-    else:
-        activation_tensors = 2 + 2 * gated
-    input_width = getattr(config, "moe_latent_size", None) or config.hidden_size
-    ffn_width = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
-    width = input_width + (1 + gated + activation_tensors) * ffn_width
-    in_flight = 0 if is_recomputed else forwards_in_flight(config, chunks) / len(chunks)
-    return {**dataclasses.asdict(memory), "token": width * dtype.itemsize, "kept": in_flight}

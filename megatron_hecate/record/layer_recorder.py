@@ -22,10 +22,9 @@ from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.training_state import num_microbatches
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
-from megatron_hecate.record.job_sizes import job_sizes, memory_sizes
+from megatron_hecate.record.job_sizes import job_sizes
 from megatron_hecate.record.recorder import Columns, StageRecorder
 from megatron_hecate.record.run_folder import RunInfo
-from megatron_hecate.replicas.memory_estimate import ExpertMemory
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.step.token_counts import TokenCounts
@@ -245,9 +244,6 @@ def _describe_stage(states: Sequence[LayerState]) -> RunInfo:
     config = first.config
     world = first.world
     model = first.parts.layer.config
-    buffers = tuple(state.parts.buffer(config.slots) for state in states)
-    transport_bytes = first.transport.extra_bytes(buffers) if config.slots else 0
-    memory = ExpertMemory.estimate(buffers, config.lifetime, transport_bytes=transport_bytes)
     return RunInfo(
         mode="fssdp",
         layers=tuple(state.name for state in states),
@@ -258,7 +254,6 @@ def _describe_stage(states: Sequence[LayerState]) -> RunInfo:
         slots=config.slots,
         shape=dataclasses.asdict(first.shape(num_microbatches() or 1)),
         speeds=dataclasses.asdict(world.speeds),
-        memory=memory_sizes(memory, model, [state.chunk for state in states], buffers[0].dtype),
         job=job_sizes(model),
         lifetime=config.lifetime,
         transport=config.transport,

@@ -39,7 +39,7 @@ from megatron_hecate.megatron.training_state import (
 )
 from megatron_hecate.plan import CPU, H100, Speeds, World
 from megatron_hecate.record.job_metrics import JobMetrics
-from megatron_hecate.record.job_sizes import job_sizes, stock_memory, stock_shape
+from megatron_hecate.record.job_sizes import job_sizes, stock_shape
 from megatron_hecate.record.recorder import Columns, StageRecorder
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.step.clock import Clock
@@ -158,7 +158,6 @@ class Observer:
         self.counts = TokenCounts(experts, ranks, microbatches=num_microbatches(), device=device)
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
-        shape = stock_shape(first)
         model = first.config
         info = RunInfo(
             mode="observe",
@@ -167,9 +166,8 @@ class Observer:
             ranks=ranks,
             node=tuple(World.from_names(hosts, speeds).node),
             top_k=model.moe_router_topk,
-            shape=dataclasses.asdict(shape),
+            shape=dataclasses.asdict(stock_shape(first)),
             speeds=dataclasses.asdict(speeds),
-            memory=stock_memory(first, shape, len(layers)),
             job=job_sizes(model),
             started=Attempt.current().started,
         )

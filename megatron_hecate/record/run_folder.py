@@ -68,10 +68,6 @@ class RunInfo:
         slots: S, replicas that a rank can hold per layer; 0 when observing.
         shape: fields of `plan.LayerShape`; empty if unknown.
         speeds: fields of `plan.Speeds`; empty if unknown.
-        memory: memory of a rank of the stage, bytes: fields of
-            `replicas.memory_estimate.ExpertMemory`; ``token``, activations of a token in one expert
-            that last until the backward; ``kept``, microbatches in flight, 0 if experts are
-            recomputed. Empty if unknown.
         job: sizes and layout of the job, `record.job_sizes.job_sizes`; empty if unknown.
         lifetime: resolved setting of `HecateConfig`.
         transport: resolved setting of `HecateConfig`.
@@ -87,7 +83,6 @@ class RunInfo:
     slots: int = 0
     shape: Mapping[str, float] = dataclasses.field(default_factory=dict)
     speeds: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    memory: Mapping[str, float] = dataclasses.field(default_factory=dict)
     job: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     lifetime: str = ""
     transport: str = ""

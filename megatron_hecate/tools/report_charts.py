@@ -17,7 +17,6 @@ from megatron_hecate.tools.step_model import Prediction
 POINTS: int = 1000
 # largest number in a packed picture; one more marks cells without tokens
 LEVELS: int = 65534
-MIB = 2.0**20
 
 # name, colour of page.css, values [T]
 _Series = tuple[str, str, np.ndarray]
@@ -34,7 +33,6 @@ def lines(run: Run, prediction: Prediction | None, groups: Sequence[_Group]) -> 
     """Build the charts over iterations: a unit, and series of (name, colour, values)."""
     charts: dict[str, tuple[str, list[_Series]]] = {
         "imbalance": ("times the mean", _imbalance_series(run)),
-        "memory": _memory(run),
     }
     if prediction is not None:
         charts["lost"] = ("ms per step", _time_series(run, prediction))
@@ -109,35 +107,6 @@ def _copy_series(run: Run) -> list[_Series]:
         ("hidden behind compute", "after", run.of_step(run.hidden_ms)),
         ("not hidden", "before", run.of_step(copying - run.hidden_ms)),
     ]
-
-
-def _memory(run: Run) -> tuple[str, list[_Series]]:
-    """Build the chart of memory: its unit, and series.
-
-    A record without sizes gives tokens of the experts' inputs instead of bytes.
-    """
-    sides = [("stock", "before", run.before)]
-    if not run.observed:
-        sides.append(("FSSDP", "after", run.after))
-    if not all(info.memory for info in run.stages):
-        return "tokens", [
-            (f"{what}, experts' inputs", colour, run.memory(load)) for what, colour, load in sides
-        ]
-    homes = ("weights", "grads", "optimizer")
-    replicas = ("replica_weights", "replica_grads", "transport")
-    no_tokens = 0 * run.before
-    series = []
-    for what, colour, load in sides:
-        parts = homes if what == "stock" else homes + replicas
-        series.append((f"{what}, all", colour, run.memory(load, *parts)))
-    homes_only = run.memory(no_tokens, *homes)
-    series.append(("homes: weights, gradients, optimizer", "grey", homes_only))
-    if not run.observed:
-        buffers = run.memory(no_tokens, *replicas)
-        series.append(("replicas: buffers for all slots", "won", buffers))
-    for what, colour, load in sides:
-        series.append((f"{what}, activations of experts", colour, run.memory(load)))
-    return "MiB", [(name, colour, values / MIB) for name, colour, values in series]
 
 
 def picture(

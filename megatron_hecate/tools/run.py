@@ -170,28 +170,6 @@ class Run(PricedRecord):
             return float("nan")
         return float(np.median(measured))
 
-    def memory(self, load: np.ndarray, *names: str) -> np.ndarray:
-        """Return the memory of the fullest rank, maximum over stages, [T] bytes.
-
-        Sum of parts of `RunInfo.memory` and the activations that experts keep for the backward. If
-        the record has no sizes, the result is the number of tokens of a microbatch.
-
-        Args:
-            load: tokens per rank, [T, L, N].
-            names: keys of the parts.
-        """
-        microbatches = self.microbatches or 1
-        needs: list[np.ndarray] = []
-        for stage, info in enumerate(self.stages):
-            sizes = info.memory or {**dict.fromkeys(names, 0), "token": 1, "kept": 1}
-            tokens = load[:, self.stage == stage]
-            # With recomputed experts (0 kept), one layer at a time has activations.
-            tokens = tokens.sum(axis=1) if sizes["kept"] else tokens.max(axis=1)
-            fullest = tokens.max(axis=1) / microbatches
-            constant = sum(sizes[name] for name in names)
-            needs.append(constant + fullest * sizes["token"] * max(sizes["kept"], 1))
-        return np.max(needs, axis=0)
-
     @property
     def pp(self) -> int:
         """Number of pipeline stages."""

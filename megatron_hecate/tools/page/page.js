@@ -263,17 +263,6 @@ const TITLES = {
       "costs little; iterations without measurements use the cost model.",
     "Copies",
   ],
-  memory: [
-    "Memory of the fullest rank",
-    data.lines.memory.unit === "MiB"
-      ? "Estimated, for experts alone: their weights, gradients and Adam state (not sharded), " +
-        (observed ? "" : "buffers for replicas, ") +
-        "and activations that wait for the backward, of all microbatches in flight. " +
-        "Activations grow with the tokens of the fullest rank."
-      : "Tokens that the fullest rank keeps of a microbatch, all layers together. The record " +
-        "has no sizes in bytes.",
-    "Memory",
-  ],
 };
 function line(name) {
   const spec = data.lines[name];
@@ -290,7 +279,6 @@ loads();
 spread();
 experts();
 line("copies");
-line("memory");
 let drawn = 0;
 function redraw() {
   palette = {};

@@ -28,10 +28,6 @@ SPEEDS = dict(
     routing=4.5e-4,
     contention=0.12,
 )
-MEMORY = dict(
-    weights=4e6, grads=8e6, optimizer=2.4e7, replica_weights=2e6, replica_grads=4e6, transport=1e6
-)
-MEMORY |= dict(token=7e3, kept=2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +99,6 @@ def write(
         slots=size.slots if "replica" in held else 0,
         shape=SHAPE,
         speeds=SPEEDS,
-        memory=MEMORY if "replica" in held else {**MEMORY, **dict.fromkeys(list(MEMORY)[3:6], 0)},
         lifetime="iteration",
         transport="nvlink",
         started="2026-11-24T12:00:00+00:00",
