@@ -116,9 +116,9 @@ class Relocation:
     def write(self) -> None:
         """Write the received values to their tensors."""
         offset = 0
-        for first, *others in chain.from_iterable(self._receives):
+        for first, *copies in chain.from_iterable(self._receives):
             # A view as bytes: a message has no alignment.
             first.view(torch.uint8).copy_(self._received[offset : offset + first.nbytes])
-            for tensor in others:
+            for tensor in copies:
                 tensor.copy_(first)
             offset += first.nbytes

@@ -31,7 +31,7 @@ MAIN = "main_param"
 SCALED = (torch.float16, torch.uint8)
 
 
-class Kept(NamedTuple):
+class Portion(NamedTuple):
     """Part of one tensor of an expert that this rank keeps: a weight, or state of an optimizer.
 
     Args:
@@ -54,7 +54,7 @@ class Kept(NamedTuple):
         return sum(copies[0].element_size() for copies in self.values.values())
 
 
-def _find_states(params: Sequence[Parameter], optimizers: Iterable[Optimizer]) -> list[Kept]:
+def _find_states(params: Sequence[Parameter], optimizers: Iterable[Optimizer]) -> list[Portion]:
     """Find the state that ``optimizers`` keep for each of ``params`` on this rank.
 
     Raises:
@@ -64,15 +64,15 @@ def _find_states(params: Sequence[Parameter], optimizers: Iterable[Optimizer]) -
     owner = {id(main): index for index, main in mains if main is not None}
     owner |= {id(param): index for index, param in enumerate(params)}
     begins = sorted((p.data_ptr(), i) for i, p in enumerate(params) if type(p) is Parameter)
-    states = [Kept(0, {})] * len(params)
+    states = [Portion(0, {})] * len(params)
     for optimizer in optimizers:
         groups = [group["params"] for group in optimizer.param_groups]
         for stepped in itertools.chain.from_iterable(groups):
             container = _containing(stepped, params, begins)
             index = owner.get(id(stepped), container)
             if index is not None and not states[index].elements:
-                values = _kept_for(stepped, optimizer, is_separate=container is None)
-                states[index] = Kept(stepped.numel(), values)
+                values = _state_of(stepped, optimizer, is_separate=container is None)
+                states[index] = Portion(stepped.numel(), values)
     return states
 
 
@@ -95,7 +95,7 @@ def _containing(
     return index if is_inside else None
 
 
-def _kept_for(
+def _state_of(
     stepped: Tensor, optimizer: Optimizer, *, is_separate: bool
 ) -> dict[str, list[Tensor]]:
     """Collect the state that ``optimizer`` keeps for ``stepped``, by name.
@@ -181,30 +181,36 @@ class StateOnRanks:
         # Elements of each tensor of an expert: of its parameters' states, then of its weights.
         self._sizes = [values.numel() for values in (*params, *weights)]
         # What this rank keeps of each tensor, by home.
-        self._kept: list[list[Kept]] = []
+        self._portions: list[list[Portion]] = []
         for index, expert in enumerate(homes):
             parts = [part.detach().view(-1) for part in StoredWeights(expert).tensors()]
-            home_weights = [Kept(part.numel(), {"weight": [part]}) for part in parts]
+            home_weights = [Portion(part.numel(), {"weight": [part]}) for part in parts]
             home_states = states[index * len(params) : (index + 1) * len(params)]
-            self._kept.append(home_states + home_weights)
-        by_tensor = list(zip(*self._kept, strict=True))
+            self._portions.append(home_states + home_weights)
+        by_tensor = list(zip(*self._portions, strict=True))
         summary = _Summary(
             place,
-            elements=[[kept.elements for kept in home] for home in self._kept],
-            kinds=[sorted({one.kind for one in kept if one.elements}) for kept in by_tensor],
-            element_sizes=[max(one.element_size for one in kept) for kept in by_tensor],
+            elements=[[portion.elements for portion in home] for home in self._portions],
+            kinds=[
+                sorted({portion.kind for portion in portions if portion.elements})
+                for portions in by_tensor
+            ],
+            element_sizes=[
+                max(portion.element_size for portion in portions) for portions in by_tensor
+            ],
         )
         summaries = gather_objects(summary, group, **named)
         _check_same_kinds([summary.kinds for summary in summaries])
         # number in the group by rank and replica, [R, D]
-        self._members = np.empty(np.max([one.place for one in summaries], axis=0) + 1, np.int64)
-        for member, one in enumerate(summaries):
-            self._members[one.place] = member
+        places = [summary.place for summary in summaries]
+        self._members = np.empty(np.max(places, axis=0) + 1, np.int64)
+        for member, member_place in enumerate(places):
+            self._members[member_place] = member
         # elements that each rank keeps, [N, homes, tensors]
-        self._elements = np.array([one.elements for one in summaries])
+        self._elements = np.array([summary.elements for summary in summaries])
         self._check_all_stepped([param.requires_grad for param in params])
         # upper bound of the bytes that one rank receives per expert, weights and state together
-        element_sizes = np.max([one.element_sizes for one in summaries], axis=0)
+        element_sizes = np.max([summary.element_sizes for summary in summaries], axis=0)
         self.expert_bytes = int((element_sizes * self._elements.max(axis=(0, 1))).sum())
 
     def _check_all_stepped(self, are_trained: Sequence[bool]) -> None:
@@ -251,8 +257,8 @@ class StateOnRanks:
 
     def _move_part(self, part: int, source: int, target: int, relocation: Relocation) -> None:
         """Add the move of tensor ``part`` of an expert; other arguments as in `move`."""
-        from_rank, from_index = divmod(source, len(self._kept))
-        to_rank, to_index = divmod(target, len(self._kept))
+        from_rank, from_index = divmod(source, len(self._portions))
+        to_rank, to_index = divmod(target, len(self._portions))
         old_shards = self._shards(from_rank, from_index, part)
         senders = self._members[from_rank]
         begins = [shard.begin for shard in old_shards if senders[shard.rank] == self._rank]
@@ -261,13 +267,13 @@ class StateOnRanks:
             for piece in pieces(old_shards, shard):
                 sender = senders[piece.rank]
                 if sender == self._rank:
-                    sent = slice(piece.begin - begins[0], piece.end - begins[0])
-                    for _, copies in sorted(self._kept[from_index][part].values.items()):
-                        relocation.send(receiver, copies[0][sent])
+                    sent_slice = slice(piece.begin - begins[0], piece.end - begins[0])
+                    for _, copies in sorted(self._portions[from_index][part].values.items()):
+                        relocation.send(receiver, copies[0][sent_slice])
                 if receiver == self._rank:
-                    received = slice(piece.begin - shard.begin, piece.end - shard.begin)
-                    for _, copies in sorted(self._kept[to_index][part].values.items()):
-                        relocation.receive(sender, [values[received] for values in copies])
+                    received_slice = slice(piece.begin - shard.begin, piece.end - shard.begin)
+                    for _, copies in sorted(self._portions[to_index][part].values.items()):
+                        relocation.receive(sender, [values[received_slice] for values in copies])
 
 
 def _check_same_kinds(kinds_by_rank: Sequence[Sequence[Sequence[str]]]) -> None:

@@ -24,7 +24,7 @@ import shlex
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -144,13 +144,6 @@ class RunRecord:
     copy: np.ndarray | None = None
 
 
-class _Stage(NamedTuple):
-    """Recorded rows of one stage, of which each iteration has one, ascending."""
-
-    info: RunInfo
-    rows: np.ndarray
-
-
 def row_type(columns: Mapping[str, Sequence[int]]) -> np.dtype:
     """Return the type of a row with the given shape of each column."""
     fields = [(name, COLUMNS[name], tuple(shape)) for name, shape in columns.items()]
@@ -219,22 +212,21 @@ def _read_job(paths: Sequence[Path]) -> RunRecord | None:
     stages = [stage for stage in map(_read_stage, paths) if stage is not None]
     if len(stages) < len(paths):
         return None
-    iterations = [stage.rows["iteration"] for stage in stages]
-    common = functools.reduce(np.intersect1d, iterations)
+    infos, stage_rows = zip(*stages, strict=True)
+    common = functools.reduce(np.intersect1d, [rows["iteration"] for rows in stage_rows])
     if not len(common):
         return None
     common = common[:: -(-len(common) // MOST_READ)]
-    rows = [stage.rows[np.searchsorted(stage.rows["iteration"], common)] for stage in stages]
-    infos = [stage.info for stage in stages]
+    common_rows = [rows[np.searchsorted(rows["iteration"], common)] for rows in stage_rows]
     layers = list(itertools.chain.from_iterable(info.layers for info in infos))
     # With interleaved schedules the model's chunks alternate between stages.
     order = sorted(range(len(layers)), key=lambda index: place_in_model(layers[index]))
     experts = max(info.num_experts for info in infos)
     arrays: dict[str, np.ndarray] = {}
     for name in COLUMNS:
-        if name in TIMES or not all(name in stage_rows.dtype.names for stage_rows in rows):
+        if name in TIMES or not all(name in rows.dtype.names for rows in common_rows):
             continue
-        parts = [stage_rows[name] for stage_rows in rows]
+        parts = [rows[name] for rows in common_rows]
         if name in ("load", "home"):
             widths = [((0, 0), (0, 0), (0, experts - part.shape[2])) for part in parts]
             parts = [np.pad(part, width) for part, width in zip(parts, widths, strict=True)]
@@ -244,18 +236,19 @@ def _read_job(paths: Sequence[Path]) -> RunRecord | None:
         info=dataclasses.replace(
             infos[0], layers=tuple(layers[place] for place in order), num_experts=experts
         ),
-        stages=tuple(infos),
+        stages=infos,
         iteration=common,
         # An iteration ends when its last stage does.
-        time=np.max([stage_rows["time"] for stage_rows in rows], axis=0),
+        time=np.max([rows["time"] for rows in common_rows], axis=0),
         **arrays,
     )
 
 
-def _read_stage(path: Path) -> _Stage | None:
+def _read_stage(path: Path) -> tuple[RunInfo, np.ndarray] | None:
     """Read a file; ``None`` if no iteration is complete.
 
-    Rows that the run recorded again, after a rollback to a checkpoint, are dropped.
+    Each iteration has one row, ascending. Rows that the run recorded again, after a rollback to a
+    checkpoint, are dropped.
     """
     try:
         with path.open("rb") as file:
@@ -275,7 +268,7 @@ def _read_stage(path: Path) -> _Stage | None:
     iteration = rows["iteration"]
     least_later = np.minimum.accumulate(iteration[::-1])[::-1]
     is_last = np.append(iteration[:-1] < least_later[1:], True)
-    return _Stage(info, rows[is_last])
+    return info, rows[is_last]
 
 
 def _parse_header(line: bytes) -> tuple[RunInfo, np.dtype]:
