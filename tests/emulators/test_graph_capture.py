@@ -45,17 +45,9 @@ def _in_the_backward(x: Any) -> Any:
     return grad
 
 
-def _python_data(x: Any) -> Any:
-    return x * torch.tensor([1.0, 2.0, 3.0, 4.0])
-
-
 def _number_of_the_device(x: Any) -> Any:
     sizes = torch.tensor([2, 2])  # on the host alone this is fine
     return x * sizes.sum().item() * x.sum().item()
-
-
-def _python_data_on_the_device(x: Any) -> Any:
-    return x * torch.tensor([1.0, 2.0, 3.0, 4.0], device="cuda")
 
 
 def _from_numpy(x: Any) -> Any:
@@ -64,17 +56,9 @@ def _from_numpy(x: Any) -> Any:
     return x + table
 
 
-def _synchronize(x: Any) -> Any:
-    torch.cuda.synchronize()
-    return x * 2
-
-
 def _wait_for_an_event(x: Any) -> Any:
-    y = x * 2
-    event = torch.cuda.Event()
-    event.record()
-    event.synchronize()
-    return y
+    torch.cuda.current_stream().record_event().synchronize()
+    return x * 2
 
 
 def _other_stream(x: Any) -> Any:
@@ -101,6 +85,7 @@ def _counted(x: Any) -> Any:
 
 
 BEFORE: dict[str, Any] = {}  # what the faults find from before the capture
+DATA = [1.0, 2.0, 3.0, 4.0]
 WAITS = "aten._local_scalar_dense.default waits for the device"
 SHAPED = "has a shape that depends on data"
 FAULTS: list[tuple[Callable, str]] = [
@@ -113,12 +98,15 @@ FAULTS: list[tuple[Callable, str]] = [
     (lambda x: x.nonzero() * 2, f"aten.nonzero.default {SHAPED}"),
     (lambda x: x.repeat_interleave((x > 0).long()), f"aten.repeat_interleave.Tensor {SHAPED}"),
     (_in_the_backward, WAITS),
-    (_python_data, "aten.mul.Tensor copies a tensor made of Python data to the device"),
+    (
+        lambda x: x * torch.tensor(DATA),
+        "aten.mul.Tensor copies a tensor made of Python data to the device",
+    ),
     (_number_of_the_device, WAITS),
-    (_python_data_on_the_device, "tensor copies Python data to the device"),
+    (lambda x: x * torch.tensor(DATA, device="cuda"), "tensor copies Python data to the device"),
     (_from_numpy, "aten.copy_.default copies a tensor made of Python data to the device"),
     (lambda x: x[[0, 2]] * 2, "memory that a graph uses was freed"),
-    (_synchronize, "torch.cuda.synchronize makes the host wait"),
+    (lambda x: torch.cuda.synchronize() or x * 2, "torch.cuda.synchronize makes the host wait"),
     (_wait_for_an_event, "Event.synchronize makes the host wait"),
     (_other_stream, "work on a stream that has not joined the capture"),
     (_never_joined, "nothing waited for its last work"),
@@ -151,29 +139,26 @@ def test_every_planted_fault_is_caught_and_named() -> None:
 @ranks(1)
 def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
     graphs_on_cpu.install()
-    for replace, message in (("attribute", "was freed"), ("resized", "moved")):
-        x, module = torch.arange(4.0), torch.nn.Module()
+    for change, message in (
+        (lambda module: setattr(module, "table", torch.full((4,), 3.0)), "was freed"),
+        (lambda module: module.table.resize_(100_000), "moved"),
+    ):
+        x, module, graph = torch.arange(4.0), torch.nn.Module(), torch.cuda.CUDAGraph()
         module.table = torch.full((4,), 2.0)
-        graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = x * module.table
         graph.replay()
         assert y.tolist() == [0.0, 2.0, 4.0, 6.0]
-        if replace == "attribute":
-            module.table = torch.full((4,), 3.0)
-        else:
-            module.table.resize_(100_000)
-        with pytest.raises(
-            CaptureError, match=rf"{message}.*aten.mul.Tensor called at .*test_graph_capture.py"
-        ):
+        change(module)
+        line = rf"{message}.*aten.mul.Tensor called at .*test_graph_capture.py"
+        with pytest.raises(CaptureError, match=line):
             graph.replay()
     graph, source, target = torch.cuda.CUDAGraph(), torch.ones(4), torch.zeros(4)
     with torch.cuda.graph(graph):
         _double(source, target)
     del source
-    with pytest.raises(
-        CaptureError, match=r"was freed.*kernel double_floats launched at .*test_graph_capture.py"
-    ):
+    line = r"was freed.*kernel double_floats launched at .*test_graph_capture.py"
+    with pytest.raises(CaptureError, match=line):
         graph.replay()
 
 

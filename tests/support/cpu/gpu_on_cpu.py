@@ -41,6 +41,7 @@ from megatron_hecate.device.compile import host_library
 
 GPU = torch.device("cuda", 0)
 OFFSET = 1024  # of a tensor in its allocation of symmetric memory
+PREFIX = "megatron-hecate-test-"
 
 
 class Driver:
@@ -178,35 +179,30 @@ def _symmetric_memory() -> None:
     files: dict[int, str] = {}
 
     def memory(name: str) -> Tensor:
-        descriptor = os.open(name, os.O_RDWR)
-        try:
-            return torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
-        finally:
-            os.close(descriptor)
+        with Path(name).open("r+b") as file:
+            return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
 
-    def empty(*size: Any, dtype: torch.dtype, device: Any) -> Tensor:
+    def empty(size: int, *, dtype: torch.dtype, device: Any) -> Tensor:
         assert dtype is torch.uint8 and torch.device(device).type == "cuda"
-        (count,) = size
-        descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-test-", dir="/dev/shm")
-        os.ftruncate(descriptor, OFFSET + count)
-        os.close(descriptor)
-        own = memory(name)[OFFSET:]
-        own.random_(256)  # as memory is that was used before
-        files[own.data_ptr()] = name
-        return own
+        with tempfile.NamedTemporaryFile(prefix=PREFIX, dir="/dev/shm", delete=False) as file:
+            file.truncate(OFFSET + size)
+        block = memory(file.name)[OFFSET:]
+        block.random_(256)  # as memory is that was used before
+        files[block.data_ptr()] = file.name
+        return block
 
     def rendezvous(own: Tensor, group: Any) -> Any:
-        name = files.pop(own.data_ptr())
+        name, rank = files.pop(own.data_ptr()), dist.get_rank(group)
         names: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(names, name, group=group)
-        rank = dist.get_rank(group)
         blocks = [own if other == name else memory(other) for other in names]
-        pointers = [block.data_ptr() - OFFSET * (at == rank) for at, block in enumerate(blocks)]
+        pointers = [block.data_ptr() for block in blocks]
+        pointers[rank] -= OFFSET
         dist.barrier(group)
         Path(name).unlink()
-        return SimpleNamespace(
-            rank=rank, world_size=len(names), buffer_ptrs=pointers, keeps=blocks, multicast_ptr=0
-        )
+        view = SimpleNamespace(rank=rank, world_size=len(names), multicast_ptr=0)
+        view.buffer_ptrs, view.keeps = pointers, blocks
+        return view
 
     symmetric.empty, symmetric.rendezvous = empty, rendezvous
     symmetric.get_backend = lambda device: "CUDA"
