@@ -5,7 +5,6 @@ Oracle: `REFUSED` and `COUNTS`, written by hand. Removing a rule removes its lin
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
 from collections import Counter
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import recipes
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 RECIPES = json.loads((CHECKOUT / "tests" / "data" / "recipes.json").read_text())
@@ -37,20 +37,8 @@ COUNTS = {  # kind: jobs, on, not refused for CUDA graphs, on of these
 }
 
 
-def _module(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, CHECKOUT / "bench" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def bench() -> Any:
-    return _module("recipes")
-
-
 @pytest.mark.fast
-def test_each_is_refused_for_what_stands_in_the_table(bench: Any) -> None:
+def test_each_is_refused_for_what_stands_in_the_table() -> None:
     for recipe in DISTINCT:
         stops = {name: values for name, values in REFUSED.items() if name in recipe}
         known = {name for name, values in stops.items() if values is ... or recipe[name] in values}
@@ -58,16 +46,17 @@ def test_each_is_refused_for_what_stands_in_the_table(bench: Any) -> None:
             known -= {"moe_paged_stash"}
         if {*recipe.get("cuda_graph_modules", [])} - {"full_iteration"}:
             known -= {"cuda_graph_impl", "external_cuda_graph"}
-        assert bench.refused(recipe).keys() == known, recipe["name"]
+        assert recipes.refused(recipe).keys() == known, recipe["name"]
 
 
 @pytest.mark.fast
 @pytest.mark.parametrize("resolved", [{}, RESOLVED], ids=["as written", "as 0.20 resolves them"])
-def test_how_many_switch_on(bench: Any, resolved: dict[str, Any]) -> None:
+def test_how_many_switch_on(resolved: dict[str, Any]) -> None:
     jobs, on, eager, eager_on = Counter(), Counter(), Counter(), Counter()
     for recipe in RECIPES:
-        kind, found = recipe["kind"], bench.refused({**recipe, **resolved.get(recipe["name"], {})})
-        graphs = bench.GRAPHS & found.keys()
+        kind = recipe["kind"]
+        found = recipes.refused({**recipe, **resolved.get(recipe["name"], {})})
+        graphs = recipes.GRAPHS & found.keys()
         jobs[kind] += 1
         on[kind] += not found
         eager[kind] += not graphs
@@ -76,14 +65,14 @@ def test_how_many_switch_on(bench: Any, resolved: dict[str, Any]) -> None:
 
 
 @pytest.mark.newest
-def test_megatron_itself_makes_settings_with_the_same_verdict(bench: Any) -> None:
+def test_megatron_itself_makes_settings_with_the_same_verdict() -> None:
     """Each recipe goes through the ``__post_init__`` of the installed ``TransformerConfig``."""
     import megatron.core
+    import resolve_recipes
 
-    module = _module("resolve_recipes")
     for recipe in DISTINCT:
-        fields = module.resolved(recipe)
-        assert bench.refused({**recipe, **fields}).keys() == bench.refused(recipe).keys(), (
+        fields = resolve_recipes.resolved(recipe)
+        assert recipes.refused({**recipe, **fields}).keys() == recipes.refused(recipe).keys(), (
             recipe["name"],
             fields,
         )
@@ -95,28 +84,27 @@ def test_megatron_itself_makes_settings_with_the_same_verdict(bench: Any) -> Non
 
 @pytest.mark.fast
 @pytest.mark.newest
-def test_the_overrides_that_are_named_switch_it_on(bench: Any) -> None:
+def test_the_overrides_that_are_named_switch_it_on() -> None:
     """And Megatron's own rules still accept the settings, if they accept those of the recipe."""
-    resolve = _module("resolve_recipes")
+    import resolve_recipes
+
     for recipe in DISTINCT:
         changed = dict(recipe)
-        for line in bench.refused(recipe).values():
+        for line in recipes.refused(recipe).values():
             overrides = re.findall(r"(?:set|and) \w+\.(\w+)=(\S+)", line)
             assert overrides, line
-            values = (
-                (name, value if value == "none" else json.loads(value)) for name, value in overrides
-            )
-            changed |= dict(values)
-        assert not bench.refused(changed), recipe["name"]
+            for name, value in overrides:
+                changed[name] = value if value == "none" else json.loads(value)
+        assert not recipes.refused(changed), recipe["name"]
         if recipe != changed:
             try:
-                resolve.build(recipe)
+                resolve_recipes.build(recipe)
             except (AssertionError, ValueError):
                 continue
-            resolve.build(changed)
+            resolve_recipes.build(changed)
 
 
 @pytest.mark.fast
-def test_the_page_is_current(bench: Any) -> None:
+def test_the_page_is_current() -> None:
     page = (CHECKOUT / "docs" / "recipes.md").read_text()
-    assert page == bench.page(), "python bench/recipes.py > docs/recipes.md"
+    assert page == recipes.page(), "python bench/recipes.py > docs/recipes.md"
