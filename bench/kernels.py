@@ -31,6 +31,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,9 +40,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from gpu_clock import Clock, Time, name_of, sets_beyond_cache  # noqa: E402
 from rows import Table  # noqa: E402
 
+from megatron_hecate.nvlink.chunks import HOME, SLOT  # noqa: E402
 from megatron_hecate.nvlink.launch import LINK_RATES, TransferKernels  # noqa: E402
-from megatron_hecate.nvlink.program import FAILURE, Program, Signals  # noqa: E402
-from megatron_hecate.nvlink.schedule import Place, Pull, TransferSchedule  # noqa: E402
+from megatron_hecate.nvlink.program import FAILURE, Memory, Signals, assemble  # noqa: E402
+from megatron_hecate.nvlink.schedule import PULL, TransferSchedule  # noqa: E402
 
 EXPERTS = {
     "Mixtral-8x7B": 3 * 4096 * 14336,
@@ -88,9 +90,8 @@ class Bench:
 
     def _launch(self, transfer: str, number: int) -> Callable[[int], None]:
         """Build the launcher of ``transfer`` on one set of buffers."""
-        program = self._program(transfer, number)
-        at = torch.empty(len(program), dtype=torch.uint8, device=self.device)
-        at.copy_(torch.from_numpy(program.at(at.data_ptr(), begin=1)))
+        data = torch.from_numpy(self._program(transfer, number))
+        at = data.to(self.device)
         name = "fssdp_gather" if transfer == "spAG" else "fssdp_reduce"
         host = None
         if self.device.type == "cpu":
@@ -104,26 +105,24 @@ class Bench:
 
         return launch
 
-    def _program(self, transfer: str, number: int) -> Program:
+    def _program(self, transfer: str, number: int) -> np.ndarray:
         """Build the program of ``transfer``; source and destination are in this rank's memory."""
-        sums = transfer != "spAG"
-        memory = {Place(0, "slot", i): self.weights[number, i] for i in range(2)}
-        memory |= {Place(0, "grad", i): self.grads[number, i] for i in range(SOURCES)}
-        memory |= {Place(0, "main_grad", 0): self.main_grad[number]}
-        if sums:
-            sources = tuple(Place(0, "grad", i) for i in range(SOURCES))
-            pull = Pull(sources, Place(0, "main_grad", 0), 0, self.elements, add=True)
-        else:
-            pull = Pull((Place(0, "slot", 0),), Place(0, "slot", 1), 0, self.elements)
+        is_sum = transfer != "spAG"
+        rows = np.zeros(SOURCES if is_sum else 1, PULL)
+        rows["end"] = self.elements
+        rows["memory"] = SLOT
+        rows["index"] = range(len(rows))
+        rows["more"] = rows["index"] > 0
+        rows["into_memory"] = HOME if is_sum else SLOT
+        rows["into_index"] = 0 if is_sum else 1
+        slots = self.grads if is_sum else self.weights
+        buffers = ((0, 0), (0, 0), (slots[number].data_ptr(), slots[number, 0].nbytes))
+        homes = ((self.main_grad[number].data_ptr(),),)
+        memory = Memory(buffers, homes, (self.elements,), ITEMSIZE[transfer])
         words = self.words.data_ptr()
-        schedule = TransferSchedule.of_pulls([[pull]], 0)
-        return Program(
-            schedule,
-            [[(memory[place].data_ptr(), self.elements)] for place in schedule.places],
-            signals=Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0),
-            itemsize=ITEMSIZE[transfer],
-            sums=sums,
-        )
+        signals = Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0)
+        schedule = TransferSchedule(rows, num_steps=1, participants=frozenset({0}))
+        return assemble(schedule, memory, signals, begin=1)
 
     def moved(self, transfer: str) -> int:
         """Compute the bytes read and written by ``transfer``."""

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from megatron_hecate.comm.transport import Copy  # noqa: E402
-from megatron_hecate.nvlink.domains import Domains, Messages, Stages  # noqa: E402
+from megatron_hecate.nvlink.domains import Domains, Messages, stages_of  # noqa: E402
 from megatron_hecate.nvlink.program import MAX_RANKS  # noqa: E402
 
 # elements of a chunk
@@ -45,20 +45,17 @@ def busiest(copies: Sequence[Copy], domains: Domains, *, sums: bool) -> tuple[fl
     Returns:
         Chunks inside a domain, and between domains.
     """
-    build = Stages.of_return if sums else Stages.of_fetch
     inside: Counter[tuple[str, int]] = Counter()
     between: Counter[tuple[str, int]] = Counter()
     for rank in sorted(itertools.chain.from_iterable(domains)):
-        for stage in build(copies, rank, domains=domains, elements=ELEMENTS):
+        for stage in stages_of(copies, rank, domains=domains, elements=ELEMENTS, sums=sums):
             if isinstance(stage, Messages):
                 between["out", rank] += sum(part.end - part.begin for part, _ in stage.sends)
                 between["in", rank] += sum(part.end - part.begin for part, _ in stage.receives)
                 continue
-            for pull in itertools.chain.from_iterable(stage.steps):
-                for source in pull.sources:
-                    if source.rank != rank:
-                        inside["out", source.rank] += pull.end - pull.begin
-                        inside["in", rank] += pull.end - pull.begin
+            for row in stage.rows[stage.rows["rank"] != rank]:
+                inside["out", int(row["rank"])] += int(row["end"] - row["begin"])
+                inside["in", rank] += int(row["end"] - row["begin"])
     most_inside = max(inside.values(), default=0)
     most_between = max(between.values(), default=0)
     return most_inside / ELEMENTS, most_between / ELEMENTS

@@ -17,7 +17,6 @@ of each.
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
 import sys
 import time
@@ -25,15 +24,15 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
-from megatron_hecate.nvlink.chunks import ChunkTable  # noqa: E402
-from megatron_hecate.nvlink.domains import Stages  # noqa: E402
-from megatron_hecate.nvlink.program import Extent, Program, Signals, compile_programs  # noqa: E402
-from megatron_hecate.nvlink.schedule import Place, TransferSchedule  # noqa: E402
+from megatron_hecate.nvlink.chunks import STRIPE, ChunkTable  # noqa: E402
+from megatron_hecate.nvlink.domains import stages_of  # noqa: E402
+from megatron_hecate.nvlink.program import Memory, Signals, assemble, compile_programs  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
 from megatron_hecate.step.forecast import LoadHistory  # noqa: E402
 
@@ -77,19 +76,6 @@ def placements(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> li
     return found
 
 
-MEMORIES: tuple[str, ...] = ("parameters", "send", "slot", "grad", "partial", "main_grad")
-
-
-def _extents(place: Place) -> tuple[Extent, ...]:
-    """List address and elements of this rank's tensors in a place.
-
-    An expert has one entry per tensor; a slot of a buffer has one entry for all tensors.
-    """
-    begin = (MEMORIES.index(place.memory) << 40) + place.index * 4 * sum(TENSORS)
-    sizes = TENSORS if place.memory in ("parameters", "main_grad") else (sum(TENSORS),)
-    return tuple((begin + 4 * sum(sizes[:i]), size) for i, size in enumerate(sizes))
-
-
 def measure(
     num_experts: int, num_ranks: int, calls: int, *, hot: bool
 ) -> dict[tuple[str, ...], list[float]]:
@@ -112,27 +98,29 @@ def measure(
     # A job has one `Signals` for all transfers, whose cached properties are computed once.
     signals = [Signals(rank, addresses, 16, 32, timeout=1.0) for rank in domain]
     for of_rank in signals:
-        nothing = TransferSchedule.of_pulls([[]], of_rank.rank)
-        Program(nothing, [], signals=of_rank, itemsize=2, sums=False)
-    builds = {"spAG": Stages.of_fetch, "spRS": Stages.of_return}
+        assert len(of_rank.header) and len(of_rank.by_rank)
     for number, placement in enumerate(placements(num_experts, num_ranks, calls, hot=hot)):
         for rank in range(number % every, num_ranks, every):
             start = time.thread_time()
-            copies = TransferPlan.from_placement(placement, rank).copies
+            plan = TransferPlan.from_placement(placement, rank)
             found["plan",].append(time.thread_time() - start)
             # Real ranks are separate processes and cannot share this cache.
             ChunkTable.of.cache_clear()
-            cached = functools.lru_cache(functools.partial(Program, signals=signals[rank]))
-            for direction, build in builds.items():
+            for direction in ("spAG", "spRS"):
                 sums = direction == "spRS"
                 start = time.thread_time()
-                (schedule,) = build(copies, rank, domains=(domain,), elements=elements)
+                (schedule,) = stages_of(
+                    plan.copies, rank, domains=(domain,), elements=elements, sums=sums
+                )
                 found["schedule", direction].append(time.thread_time() - start)
+                dtype = torch.float32 if sums else torch.bfloat16
+                chunks = torch.empty(num_experts // num_ranks, elements, dtype=dtype, device="meta")
+                homes = {index: chunks[index].split(TENSORS) for index in plan.replicated}
+                buffers = ((1 << 40, 1 << 30),) * (1 + STRIPE)
                 for step in ("program", "program again"):
                     start = time.thread_time()
-                    memory = tuple(map(_extents, schedule.places))
-                    program = cached(schedule, memory, itemsize=4 if sums else 2, sums=sums)
-                    program.at(1 << 20, begin=7)
+                    memory = Memory.of(homes, buffers, dtype.itemsize)
+                    assemble(schedule, memory, signals[rank], begin=7)
                     found[step, direction].append(time.thread_time() - start)
     return found
 

@@ -33,15 +33,17 @@ FSSDP_FN void copy(Thread& th, u64 dst, u64 src, u64 length) {
 template <int IN_FLIGHT, class Thread>
 FSSDP_FN bool copies(Thread& th, const Transfer& t, u32 step) {
   const Step& s = t.steps[step];
-  const Copy* items = (const Copy*)s.items;
+  const Item* items = items_of(t, step);
+  const Source* sources = sources_of(t, step);
   Ranks ready = {0, 0};
   u32 at = 0;
   for (u32 tile = th.block(); tile < s.tiles; tile += th.blocks()) {
     at = seek(items, s.count, at, tile);
-    const Copy c = items[at];
-    if (!await_source(th, t, c.rank, step, ready)) return false;
+    const Item c = items[at];
+    const Source from = sources[c.first_source];
+    if (!await_source(th, t, from.rank, step, ready)) return false;
     const Span part = span(c.bytes, tile, c.first_tile);
-    copy<IN_FLIGHT>(th, c.dst + part.begin, c.src + part.begin, part.length);
+    copy<IN_FLIGHT>(th, c.dst + part.begin, from.src + part.begin, part.length);
   }
   return true;
 }

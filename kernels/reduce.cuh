@@ -43,14 +43,14 @@ FSSDP_FN void add_all(Vector* total, const Vector* held) {
 }
 
 // Operands: the sources in order, and last the destination if the sum is added to it.
-FSSDP_FN u32 terms(const Sum& s) { return s.sources + (s.flags & ADD ? 1u : 0u); }
-FSSDP_FN u64 term(const Sum& s, const Source* sources, u32 k) { return k < s.sources ? sources[k].src : s.dst; }
+FSSDP_FN u32 terms(const Item& s) { return s.sources + (s.flags & ADD ? 1u : 0u); }
+FSSDP_FN u64 term(const Item& s, const Source* sources, u32 k) { return k < s.sources ? sources[k].src : s.dst; }
 
 // Sum VECTORS vectors of all terms per thread, from byte `at` on, with a stride of the block's
 // threads. The loads of two terms are issued before the first is awaited; while one term is added,
 // the loads of the next are in flight.
 template <int VECTORS, class Thread>
-FSSDP_FN void sum_vectors(Thread& th, const Sum& s, const Source* sources, u64 at) {
+FSSDP_FN void sum_vectors(Thread& th, const Item& s, const Source* sources, u64 at) {
   const u32 stride = th.count(), count = terms(s);
   Vector total[VECTORS], odd[VECTORS], even[VECTORS];
   load_all<VECTORS>(th, total, sources[0].src + at, stride);
@@ -68,7 +68,7 @@ FSSDP_FN void sum_vectors(Thread& th, const Sum& s, const Source* sources, u64 a
 
 // Sum one vector of all terms.
 template <class Thread>
-FSSDP_FN void sum_vector(Thread& th, const Sum& s, const Source* sources, u64 at) {
+FSSDP_FN void sum_vector(Thread& th, const Item& s, const Source* sources, u64 at) {
   Vector total = th.load((const Vector*)(sources[0].src + at));
   FSSDP_ROLLED
   for (u32 k = 1; k < terms(s); ++k) {
@@ -79,7 +79,7 @@ FSSDP_FN void sum_vector(Thread& th, const Sum& s, const Source* sources, u64 at
 }
 
 template <class Thread>
-FSSDP_FN void sum_element(Thread& th, const Sum& s, const Source* sources, u64 at) {
+FSSDP_FN void sum_element(Thread& th, const Item& s, const Source* sources, u64 at) {
   u32 total = th.load((const u32*)(sources[0].src + at));
   FSSDP_ROLLED
   for (u32 k = 1; k < terms(s); ++k) total = sum_of(total, th.load((const u32*)(term(s, sources, k) + at)));
@@ -88,8 +88,8 @@ FSSDP_FN void sum_element(Thread& th, const Sum& s, const Source* sources, u64 a
 
 // Sum one tile with the whole block.
 template <int IN_FLIGHT, class Thread>
-FSSDP_FN void sum_tile(Thread& th, const Sum& s, const Source* sources, u32 tile, bool vectors) {
-  const Span part = span(s.elements * 4, tile, s.first_tile);
+FSSDP_FN void sum_tile(Thread& th, const Item& s, const Source* sources, u32 tile, bool vectors) {
+  const Span part = span(s.bytes, tile, s.first_tile);
   const u32 stride = th.count(), whole = vectors ? (u32)part.length / VECTOR : 0u;
   u32 v = th.id();
   FSSDP_ROLLED
@@ -106,7 +106,8 @@ FSSDP_FN void sum_tile(Thread& th, const Sum& s, const Source* sources, u32 tile
 template <class Thread>
 FSSDP_FN bool await_sources(Thread& th, const Transfer& t, u32 step) {
   const Step& todo = t.steps[step];
-  const Sum* items = (const Sum*)todo.items;
+  const Item* items = items_of(t, step);
+  const Source* all_sources = sources_of(t, step);
   Ranks ready = {0, 0};
   u32 at = 0;
   FSSDP_ROLLED
@@ -114,7 +115,7 @@ FSSDP_FN bool await_sources(Thread& th, const Transfer& t, u32 step) {
     at = seek(items, todo.count, at, tile);
     FSSDP_ROLLED
     for (u32 k = 0; k < items[at].sources; ++k)
-      if (!await_source(th, t, todo.sources[items[at].first_source + k].rank, step, ready)) return false;
+      if (!await_source(th, t, all_sources[items[at].first_source + k].rank, step, ready)) return false;
   }
   return true;
 }
@@ -123,13 +124,13 @@ template <int IN_FLIGHT, class Thread>
 FSSDP_FN bool sums(Thread& th, const Transfer& t, u32 step) {
   if (!await_sources(th, t, step)) return false;
   const Step& todo = t.steps[step];
-  const Sum* items = (const Sum*)todo.items;
+  const Item* items = items_of(t, step);
   u32 at = 0;
   FSSDP_ROLLED
   for (u32 tile = th.block(); tile < todo.tiles; tile += th.blocks()) {
     at = seek(items, todo.count, at, tile);
-    const Sum& s = items[at];
-    const Source* sources = todo.sources + s.first_source;
+    const Item& s = items[at];
+    const Source* sources = sources_of(t, step) + s.first_source;
     bool vectors = aligned(s.dst, 0);
     FSSDP_ROLLED
     for (u32 k = 0; k < s.sources; ++k) vectors = vectors && aligned(sources[k].src, 0);

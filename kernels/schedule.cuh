@@ -38,34 +38,28 @@ enum { TILE = FSSDP_TILE };
 // Instead of a rank: the source is on this rank, and ready.
 enum { LOCAL = -1 };
 
-// Copy of `bytes` from `src`, on `rank` or LOCAL, to `dst`. Addresses are in this rank's address
-// space, with any alignment.
-struct Copy {
-  u64 src, dst, bytes;
-  i32 rank;
-  u32 first_tile;  // number of tiles of the step's earlier copies
-};
-
-// One source of a sum: a gradient.
+// Source of an item: memory of this rank, or of a peer. Addresses are in this rank's address space,
+// with any alignment.
 struct Source {
   u64 src;
-  i32 rank;
+  i32 rank;  // or LOCAL
   u32 reserved;
 };
 
-// Sum dst[i] = s0[i] + s1[i] + ... over `elements`, all fp32, in the order of the sources. The
-// destination may be one of its own sources.
-struct Sum {
-  u64 dst, elements;
+// Copy of `bytes` from the only source to `dst`; or sum dst[i] = s0[i] + s1[i] + ... of fp32 in the
+// order of the sources, of which the destination may be one.
+struct Item {
+  u64 dst, bytes;
   u32 first_source, sources;
-  u32 first_tile, flags;
+  u32 first_tile;  // number of tiles of the step's earlier items
+  u32 flags;
 };
 enum { ADD = 1 };  // flags: dst[i] += the sum
 
-// Work of one rank in one step. The copies, or sums, are an array in this rank's memory.
+// Work of one rank in one step: arrays of `count` items and of their sources, at offsets from the
+// `Transfer` in bytes.
 struct Step {
-  const void* items;  // Copy or Sum
-  const Source* sources;
+  u64 items, sources;
   u32 count, tiles;
 };
 
@@ -93,6 +87,11 @@ struct Transfer {
   i32 rank, world;
 };
 
+FSSDP_FN const Item* items_of(const Transfer& t, u32 step) { return (const Item*)((const char*)&t + t.steps[step].items); }
+FSSDP_FN const Source* sources_of(const Transfer& t, u32 step) {
+  return (const Source*)((const char*)&t + t.steps[step].sources);
+}
+
 FSSDP_FN bool has(const Ranks& ranks, i32 rank) {
   return ((rank < 64 ? ranks.low >> rank : ranks.high >> (rank - 64)) & 1ull) != 0;
 }
@@ -113,7 +112,6 @@ FSSDP_FN Span span(u64 size, u32 tile, u32 first_tile) {
 }
 
 // Advance to the item that contains `tile`. Tiles of a block ascend, so the index never decreases.
-template <class Item>
 FSSDP_FN u32 seek(const Item* items, u32 count, u32 at, u32 tile) {
   while (at + 1 < count && items[at + 1].first_tile <= tile) ++at;
   return at;

@@ -35,7 +35,7 @@ void relocate(T*& address) {
   address = (T*)at((u64)address);
 }
 
-const Transfer& load(u64 address, const void* program, u64 size, bool sums) {
+const Transfer& load(u64 address, const void* program, u64 size) {
   Transfer& t = *(Transfer*)at(address);
   std::memcpy(&t, program, size);
   relocate(t.progress);
@@ -43,21 +43,12 @@ const Transfer& load(u64 address, const void* program, u64 size, bool sums) {
   relocate(t.arrived);
   relocate(t.failure);
   for (u32 s = 0; s < t.num_steps; ++s) {
-    Step& step = t.steps[s];
-    relocate(step.items);
-    relocate(step.sources);
-    u32 sources = 0;
-    for (u32 i = 0; i < step.count; ++i)
-      if (sums) {
-        Sum& sum = ((Sum*)step.items)[i];
-        relocate(sum.dst);
-        sources += sum.sources;
-      } else {
-        Copy& copy = ((Copy*)step.items)[i];
-        relocate(copy.src);
-        relocate(copy.dst);
-      }
-    for (u32 i = 0; i < sources; ++i) relocate(((Source*)step.sources)[i].src);
+    Item* items = (Item*)items_of(t, s);
+    Source* sources = (Source*)sources_of(t, s);
+    for (u32 i = 0; i < t.steps[s].count; ++i) {
+      relocate(items[i].dst);
+      for (u32 k = 0; k < items[i].sources; ++k) relocate(sources[items[i].first_source + k].src);
+    }
   }
   return t;
 }
@@ -76,7 +67,7 @@ void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads
           std::fflush(stdout), std::_Exit(1);
         }
     } else {
-      const Transfer& t = load(address, bytes, size, op == REDUCE);
+      const Transfer& t = load(address, bytes, size);
       run_synchronize(t, threads);
       op == REDUCE ? run<Reduce>(t, blocks, threads) : run<Gather>(t, blocks, threads);
       if (t.failure->failed) {

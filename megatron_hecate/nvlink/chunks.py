@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,26 +16,54 @@ import numpy as np
 from megatron_hecate.comm.transport import Copy
 from megatron_hecate.plan.compiled import compiled
 
-CACHED: int = 512  # transfers whose chunks and schedules are cached; two per layer are in use
+CACHED: int = 512  # transfers whose chunks and stages are cached; two per layer are in use
 WHOLE: int = 1 << 20  # sum of the shares of a chunk
 NO_RANK: int = -1
 
+# Kinds of memory. Of an own expert: its parameters in a spAG, its main gradients in a spRS.
+HOME, SEND, SLOT, STRIPE = range(4)
+
 Key = tuple[int, int]  # a chunk: its home, and its index among the home's own experts
+
+
+class Part(NamedTuple):
+    """Elements [begin, end) of a chunk, or of its sum, and the memory that holds them.
+
+    Args:
+        rank: rank that owns the memory.
+        memory: kind of memory: `HOME`, `SEND`, `SLOT` or `STRIPE`.
+        index: number of the own expert (`HOME`, `SEND`), slot or stripe buffer.
+        begin: first element.
+        end: element after the last.
+        first: element of the chunk with which the memory begins.
+    """
+
+    rank: int
+    memory: int
+    index: int  # type: ignore[assignment]  # hides that of tuples
+    begin: int
+    end: int
+    first: int
+
+
+Parts = Mapping[Key, Sequence[Part]]
 
 
 class ChunkTable(NamedTuple):
     """All chunks of a transfer in one domain, the same for all ranks and for both directions.
 
-    Shapes: C chunks, N copies, R ranks up to the last of the domain. The copies of a chunk are
-    consecutive: those of chunk c are the elements ``begins[c]`` to ``begins[c + 1]`` of an array
-    [N].
+    Shapes: C chunks, N copies, P parts, R ranks up to the last of the domain. The copies of a chunk
+    are consecutive: those of chunk c are the elements ``begins[c]`` to ``begins[c + 1]`` of an
+    array [N]. In the same way ``part_begins`` divides ``parts``.
 
     Args:
         keys: home and index of each chunk, sorted, including chunks without copies, [C, 2].
         begins: offset of each chunk's copies, and the total, [C + 1].
         ranks: receiving rank of every copy, sorted by chunk, then rank, [N].
         slots: slot of every copy, [N].
-        in_parts: whether each chunk is moved in parts because other domains take part, [C].
+        part_begins: offset of each chunk's parts, and the total, [C + 1].
+        parts: fields of the `Part` in which chunks are moved because other domains take part,
+            [P, 6].
         is_member: whether each rank is in the domain, [R].
         is_exchanged: whether each chunk is exchanged, [C].
         shares: share of `WHOLE` that the receiver of every copy fetches from the home, [N]; zeros
@@ -45,7 +74,8 @@ class ChunkTable(NamedTuple):
     begins: np.ndarray
     ranks: np.ndarray
     slots: np.ndarray
-    in_parts: np.ndarray
+    part_begins: np.ndarray
+    parts: np.ndarray
     is_member: np.ndarray
     is_exchanged: np.ndarray
     shares: np.ndarray
@@ -53,112 +83,84 @@ class ChunkTable(NamedTuple):
     @staticmethod
     @functools.lru_cache(maxsize=CACHED)
     def of(
-        copies: tuple[Copy, ...], members: frozenset[int], in_parts: frozenset[Key]
+        copies: tuple[Copy, ...],
+        domain: tuple[int, ...],
+        parts: tuple[tuple[Key, tuple[Part, ...]], ...],
     ) -> ChunkTable:
         """Group ``copies`` by chunk and choose the chunks to exchange.
 
         Args:
             copies: all copies of the domain.
-            members: ranks of the domain.
-            in_parts: chunks that are moved in parts because other domains take part.
+            domain: ranks of the domain.
+            parts: parts of the chunks that are moved in parts because other domains take part.
         """
+        parts_of = dict(parts)
         # Before the copies of a chunk that is moved in parts stands a row without a rank.
-        rows = sorted([*copies, *((*key, NO_RANK, NO_RANK) for key in in_parts)])
+        rows = sorted([*copies, *((*key, NO_RANK, NO_RANK) for key in parts_of)])
         fields = itertools.chain.from_iterable(rows)
-        is_member = np.zeros(1 + max(members), np.bool_)
-        is_member[list(members)] = True
         table = np.fromiter(fields, np.int64, 4 * len(rows)).reshape(-1, 4)
-        return _group(table, is_member)
+        is_first = np.ones(len(table), np.bool_)
+        is_first[1:] = (table[1:, :2] != table[:-1, :2]).any(axis=1)
+        is_copy = table[:, 2] != NO_RANK
+        first_rows = np.append(np.flatnonzero(is_first), len(table))
+        begins = np.append(0, is_copy.cumsum())[first_rows]
+        keys = table[first_rows[:-1], :2].copy()
+        ranks, slots = table[is_copy, 2:].T.copy()
+        sizes = [len(parts_of.get((home, index), ())) for home, index in keys.tolist()]
+        part_begins = np.cumsum([0, *sizes])
+        part_rows = np.array([part for key in sorted(parts_of) for part in parts_of[key]], np.int64)
+        is_member = np.zeros(1 + max(domain), np.bool_)
+        is_member[list(domain)] = True
+        chunks = ChunkTable(
+            keys=keys,
+            begins=begins,
+            ranks=ranks,
+            slots=slots,
+            part_begins=part_begins,
+            parts=part_rows.reshape(-1, len(Part._fields)),
+            is_member=is_member,
+            is_exchanged=np.zeros(len(keys), np.bool_),
+            shares=np.zeros(len(ranks), np.int64),
+        )
+        _choose_exchanges(chunks)
+        return chunks
 
 
 @compiled
-def _group(rows: np.ndarray, is_member: np.ndarray) -> ChunkTable:
-    """Group copies by chunk and choose the chunks to exchange.
-
-    Args:
-        rows: fields of every copy, sorted, [rows, 4]; before the copies of a chunk that is moved in
-            parts a row with `NO_RANK`.
-        is_member: whether each rank is in the domain, [ranks].
-    """
-    first_rows = np.empty(len(rows), np.int64)
-    begins = np.zeros(len(rows) + 1, np.int64)
-    num_chunks = 0
-    num_copies = 0
-    for index in range(len(rows)):
-        previous = rows[index - 1]
-        if index == 0 or rows[index, 0] != previous[0] or rows[index, 1] != previous[1]:
-            first_rows[num_chunks] = index
-            num_chunks += 1
-        if rows[index, 2] != NO_RANK:
-            num_copies += 1
-        begins[num_chunks] = num_copies
-    first_rows = first_rows[:num_chunks]
-    begins = begins[: num_chunks + 1]
-    keys = rows[first_rows, :2]
-    in_parts = rows[first_rows, 2] == NO_RANK
-    copies = rows[rows[:, 2] != NO_RANK]
-    ranks = copies[:, 2].copy()
-    slots = copies[:, 3].copy()
-    is_exchanged, shares = _choose_exchanges(keys, begins, ranks, in_parts, is_member)
-    return ChunkTable(keys, begins, ranks, slots, in_parts, is_member, is_exchanged, shares)
-
-
-@compiled
-def _choose_exchanges(
-    keys: np.ndarray,
-    begins: np.ndarray,
-    ranks: np.ndarray,
-    in_parts: np.ndarray,
-    is_member: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Choose the chunks to exchange, and the share that each receiving rank fetches from the home.
+def _choose_exchanges(chunks: ChunkTable) -> None:
+    """Choose the chunks to exchange, and their shares; written to ``chunks``.
 
     A home sends whole chunks to each rank as long as it sends no more than the rank that receives
     most. Beyond that, its chunks with the most receivers are exchanged first. A rank that fetches a
     share of a chunk sends it to every other receiver; the shares are chosen so that the ranks with
-    the least to send otherwise send most. All chunks have one size. Args and returns as the fields
-    of `ChunkTable`.
+    the least to send otherwise send most. All chunks have one size.
     """
-    homes = keys[:, 0]
-    sends, receives = _count_whole_chunks(keys, begins, ranks, in_parts, is_member)
+    homes = chunks.keys[:, 0]
+    begins = chunks.begins
+    sends, receives = _count_whole_chunks(chunks)
     limit = receives.max()
-    choices = np.empty(len(homes), np.int64)
-    number = 0
-    is_exchanged = np.zeros(len(homes), np.bool_)
-    for size in range(len(sends), 1, -1):
-        for chunk in range(len(homes)):
-            if in_parts[chunk] or begins[chunk + 1] - begins[chunk] != size:
-                continue
-            if sends[homes[chunk]] > limit:
-                choices[number] = chunk
-                is_exchanged[chunk] = True
-                number += 1
-                sends[homes[chunk]] -= size - 1
-    shares = np.zeros(len(ranks), np.int64)
+    order = np.argsort(begins[:-1] - begins[1:], kind="mergesort")
+    for chunk in order:
+        size = begins[chunk + 1] - begins[chunk]
+        if size > 1 and sends[homes[chunk]] > limit and not is_in_parts(chunks, chunk):
+            chunks.is_exchanged[chunk] = True
+            sends[homes[chunk]] -= size - 1
     load = sends * WHOLE
-    # The second pass improves the shares: only then do the loads include all other chunks' shares.
-    for is_second in (False, True):
-        for chunk in choices[:number]:
-            begin = begins[chunk]
-            end = begins[chunk + 1]
-            num_others = end - begin - 1
-            if is_second:
-                for copy in range(begin, end):
-                    load[ranks[copy]] -= shares[copy] * num_others
-            _even_out(load, ranks[begin:end], shares[begin:end])
-            for copy in range(begin, end):
-                load[ranks[copy]] += shares[copy] * num_others
-    return is_exchanged, shares
+    for chunk in order:
+        if chunks.is_exchanged[chunk]:
+            ranks = chunks.ranks[begins[chunk] : begins[chunk + 1]]
+            shares = chunks.shares[begins[chunk] : begins[chunk + 1]]
+            _even_out(load, ranks, shares)
 
 
 @compiled
-def _count_whole_chunks(
-    keys: np.ndarray,
-    begins: np.ndarray,
-    ranks: np.ndarray,
-    in_parts: np.ndarray,
-    is_member: np.ndarray,
-) -> tuple[np.ndarray, np.ndarray]:
+def is_in_parts(chunks: ChunkTable, chunk: int) -> bool:
+    """Return whether a chunk is moved in parts because other domains take part."""
+    return chunks.part_begins[chunk] < chunks.part_begins[chunk + 1]
+
+
+@compiled
+def _count_whole_chunks(chunks: ChunkTable) -> tuple[np.ndarray, np.ndarray]:
     """Count the chunks that each rank sends as a home, and receives from homes, without exchanges.
 
     A chunk that is moved in parts because other domains take part costs its home one send.
@@ -166,17 +168,23 @@ def _count_whole_chunks(
     Returns:
         Sends and receives, each [ranks].
     """
-    sends = np.zeros(len(is_member), np.int64)
-    receives = np.zeros(len(is_member), np.int64)
-    for chunk in range(len(keys)):
-        home = keys[chunk, 0]
+    sends = np.zeros(len(chunks.is_member), np.int64)
+    receives = np.zeros(len(chunks.is_member), np.int64)
+    for chunk in range(len(chunks.keys)):
+        home = chunks.keys[chunk, 0]
         # Parts from other domains are not received from homes.
-        if home < len(is_member) and is_member[home]:
-            receivers = ranks[begins[chunk] : begins[chunk + 1]]
-            sends[home] += 1 if in_parts[chunk] else len(receivers)
+        if is_member(chunks, home):
+            receivers = chunks.ranks[chunks.begins[chunk] : chunks.begins[chunk + 1]]
+            sends[home] += 1 if is_in_parts(chunks, chunk) else len(receivers)
             for rank in receivers:
                 receives[rank] += 1
     return sends, receives
+
+
+@compiled
+def is_member(chunks: ChunkTable, rank: int) -> bool:
+    """Return whether ``rank`` is in the domain."""
+    return rank < len(chunks.is_member) and chunks.is_member[rank]
 
 
 @compiled
@@ -184,32 +192,16 @@ def _even_out(load: np.ndarray, ranks: np.ndarray, shares: np.ndarray) -> None:
     """Choose shares of `WHOLE` that level the lowest loads of a chunk's receivers.
 
     Args:
-        load: shares that each rank sends otherwise, [ranks].
+        load: shares that each rank sends, [ranks]; those of the chunk are added.
         ranks: receivers of the chunk, [receivers]; each sends its share to all others.
         shares: share of each receiver, [receivers]; written.
     """
     num_others = len(ranks) - 1
-    lowest = 0
-    total = WHOLE * num_others
-    for index in range(len(ranks)):
-        total += load[ranks[index]]
-        if load[ranks[index]] < load[ranks[lowest]]:
-            lowest = index
-    level = total // len(ranks)
-    # Receivers with a load above the level send nothing. Without them the level is lower.
-    last = -1
-    while level != last:
-        last = level
-        total = WHOLE * num_others
-        count = 0
-        for rank in ranks:
-            if load[rank] <= last:
-                total += load[rank]
-                count += 1
-        level = total // count
-    remainder = WHOLE
-    for index in range(len(ranks)):
-        shares[index] = max(0, level - load[ranks[index]]) // num_others
-        remainder -= shares[index]
+    loads = load[ranks]
+    # Receivers with a load above the level send nothing.
+    sums = np.sort(loads).cumsum() + WHOLE * num_others
+    level = (sums // np.arange(1, len(ranks) + 1)).min()
+    shares[:] = np.maximum(0, level - loads) // num_others
     # The least loaded rank takes the remainder of the rounding.
-    shares[lowest] += remainder
+    shares[loads.argmin()] += WHOLE - shares.sum()
+    load[ranks] = loads + shares * num_others

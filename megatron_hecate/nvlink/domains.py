@@ -22,16 +22,18 @@ chunk at the end.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from megatron_hecate.comm.transport import Copy, LayerBuffer
-from megatron_hecate.nvlink.chunks import Key
-from megatron_hecate.nvlink.pulls import GRAIN
-from megatron_hecate.nvlink.schedule import Part, Place, Pull, TransferSchedule
+from megatron_hecate.nvlink.chunks import SEND, SLOT, STRIPE, Key, Part, Parts
+from megatron_hecate.nvlink.schedule import GRAIN, TransferSchedule
 
 Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group, ascending
+
+Message = tuple[Part, int]  # a part, and the rank that it is sent to or received from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,137 +45,148 @@ class Messages:
     Args:
         sends: parts to send, with the destination rank.
         receives: parts to receive, with the source rank.
+        adds: received parts, and the parts of sums on this rank that they are added to then.
     """
 
-    sends: tuple[tuple[Part, int], ...]
-    receives: tuple[tuple[Part, int], ...]
+    sends: Sequence[Message]
+    receives: Sequence[Message]
+    adds: Sequence[tuple[Part, Part]] = ()
 
 
 Stage = TransferSchedule | Messages
 
 
-class Stages:
-    """Stages of a transfer over several domains; all ranks have the same number of stages."""
+def stages_of(
+    copies: Sequence[Copy], rank: int, *, domains: Domains, elements: int, sums: bool
+) -> tuple[Stage, ...]:
+    """Return the stages of a transfer of ``rank``; all ranks have the same number of stages.
 
-    @staticmethod
-    def of_fetch(
-        copies: Sequence[Copy], rank: int, *, domains: Domains, elements: int
-    ) -> tuple[Stage, ...]:
-        """Return the stages of the spAG of ``rank``.
+    The sum of a home in a spRS adds the gradients of the replicas in its domain in order of rank.
+    Then it adds the sums over each other domain's replicas, in order of the domains from its own
+    on.
 
-        Args:
-            copies: all copies of the group, in the same order on all ranks; a rank receives a chunk
-                at most once.
-            rank: rank whose part is scheduled.
-            domains: NVLink domains of the group.
-            elements: elements of a chunk.
-        """
-        if len(domains) == 1:
-            return (TransferSchedule.of_fetch(copies, rank, domain=domains[0], elements=elements),)
-        group = _Group(domains, rank, elements=elements, sums=False)
-        leaving: dict[Key, list[Part]] = {}
-        entering: dict[Key, list[Part]] = {}
-        sends: list[tuple[Part, int]] = []
-        receives: list[tuple[Part, int]] = []
-        for chunk in group.crossing(copies):
-            home, index = chunk.key
-            slots = {copy.rank: Place(copy.rank, "slot", copy.slot) for copy in chunk.here}
-            if group.domain_of[home] == group.own:
-                # Stripes lie in memory that holds the chunk anyway: the home's send buffer, slots.
-                places = {home: Place(home, "send", index), **slots}
-                leaving[chunk.key] = group.stripes(chunk, places)
-                for target_domain in chunk.others:
-                    sends += group.messages(chunk, leaving[chunk.key], domain=target_domain)
-            else:
-                entering[chunk.key] = group.stripes(chunk, slots)
-                target_domain = group.domain_of[home]
-                receives += group.messages(chunk, entering[chunk.key], domain=target_domain)
-        inside, from_others = group.copies_to_own_domain(copies)
-        domain = domains[group.own]
-        return (
-            TransferSchedule.of_fetch(
-                inside, rank, domain=domain, elements=elements, parts=leaving
-            ),
-            Messages(tuple(sends), tuple(receives)),
-            TransferSchedule.of_fetch(
-                from_others, rank, domain=domain, elements=elements, parts=entering
-            ),
-        )
+    Args:
+        copies: all copies of the group, in the same order on all ranks; a rank receives a chunk at
+            most once.
+        rank: rank whose part is scheduled.
+        domains: NVLink domains of the group.
+        elements: elements of a chunk.
+        sums: True for a spRS.
+    """
+    group = _Group(domains, rank, elements=elements, sums=sums)
+    if len(domains) == 1:
+        return (group.schedule(copies, {}),)
+    crossing = list(group.crossing(copies))
+    own_copies = [copy for copy in copies if group.domain_of[copy.rank] == group.own]
+    if sums:
+        return _stages_of_return(group, crossing, own_copies)
+    inside = [copy for copy in own_copies if group.domain_of[copy.home] == group.own]
+    from_others = [copy for copy in own_copies if group.domain_of[copy.home] != group.own]
+    leaving: dict[Key, list[Part]] = {}
+    entering: dict[Key, list[Part]] = {}
+    sends: list[Message] = []
+    receives: list[Message] = []
+    for chunk in crossing:
+        home, index = chunk.key
+        places = {copy.rank: (SLOT, copy.slot) for copy in chunk.here}
+        home_domain = group.domain_of[home]
+        if home_domain == group.own:
+            # Stripes lie in memory that holds the chunk anyway: the home's send buffer, slots.
+            places[home] = (SEND, index)
+            leaving[chunk.key] = group.stripes(chunk, places)
+            for domain in chunk.others:
+                sends += group.messages(chunk, leaving[chunk.key], domain=domain)
+        else:
+            entering[chunk.key] = group.stripes(chunk, places)
+            receives += group.messages(chunk, entering[chunk.key], domain=home_domain)
+    return (
+        group.schedule(inside, leaving),
+        Messages(sends, receives),
+        group.schedule(from_others, entering),
+    )
 
-    @staticmethod
-    def of_return(
-        copies: Sequence[Copy], rank: int, *, domains: Domains, elements: int
-    ) -> tuple[Stage, ...]:
-        """Return the stages of the spRS of ``rank``. Args as `of_fetch`.
 
-        The sum of a home adds the gradients of the replicas in its domain in order of rank. Then it
-        adds the sums over each other domain's replicas, in order of the domains from its own on.
-        """
-        if len(domains) == 1:
-            return (TransferSchedule.of_return(copies, rank, domain=domains[0], elements=elements),)
-        group = _Group(domains, rank, elements=elements, sums=True)
-        domain = domains[group.own]
-        rounds = range(1, len(domains))
-        crossing = list(group.crossing(copies))
-        stripes = _StripeSums(group, crossing)
-        sends = _sends_of_rounds(group, crossing, stripes)
-        inside, from_others = group.copies_to_own_domain(copies)
-        stages: list[Stage] = [
-            TransferSchedule.of_return(
-                [*inside, *from_others],
-                rank,
-                domain=domain,
-                elements=elements,
-                parts=stripes.begun.copy(),
-            )
-        ]
-        own_chunks = [chunk for chunk in crossing if group.domain_of[chunk.key[0]] == group.own]
-        busy_bytes = group.used.copy()
-        for turn in rounds:
-            # A round reuses the stripe buffers of the previous round.
-            group.used = busy_bytes.copy()
-            source_domain = (group.own + turn) % len(domains)
-            receives: list[tuple[Part, int]] = []
-            adds: list[Pull] = []
-            for chunk in own_chunks:
-                if source_domain in chunk.others:
-                    stripes.receive(chunk, source_domain, receives, adds)
-            stages.append(Messages(tuple(sends[turn]), tuple(receives)))
-            # Only this rank's memory is read and written, so no peers need to be waited for.
-            stages.append(TransferSchedule.of_pulls((adds,), rank))
-        sums = {chunk.key: stripes.sums[chunk.key] for chunk in own_chunks}
-        last = TransferSchedule.of_return([], rank, domain=domain, elements=elements, parts=sums)
-        return (*stages, last)
+def _stages_of_return(
+    group: _Group, crossing: Sequence[_Chunk], copies: Sequence[Copy]
+) -> tuple[Stage, ...]:
+    """Return the stages of a spRS over several domains.
 
-    @staticmethod
-    def stripe_buffers(
-        layer: LayerBuffer, elements: int, sizes: Sequence[int]
-    ) -> tuple[int, int, int]:
-        """Return the size and the number of stripe buffers of a rank.
+    Args:
+        group: the domains.
+        crossing: chunks that are sent to other domains or received.
+        copies: copies to this rank's domain.
+    """
+    sums: dict[Key, list[Part]] = {}
+    begun: dict[Key, list[Part]] = {}
+    for chunk in crossing:
+        places = {copy.rank: (SLOT, copy.slot) for copy in chunk.here}
+        sums[chunk.key] = group.stripes(chunk, places)
+        # Without a replica in this domain the first received stripe is the sum.
+        if chunk.here:
+            begun[chunk.key] = sums[chunk.key]
+    stages: list[Stage] = [group.schedule(copies, begun)]
+    own_chunks = [chunk for chunk in crossing if group.domain_of[chunk.key[0]] == group.own]
+    busy_buffers = group.used.copy()
+    num_domains = len(group.domains)
+    for turn in range(1, num_domains):
+        # A round reuses the stripe buffers of the previous round.
+        group.used = busy_buffers.copy()
+        source_domain = (group.own + turn) % num_domains
+        target_domain = (group.own - turn) % num_domains
+        sends: list[Message] = []
+        receives: list[Message] = []
+        adds: list[tuple[Part, Part]] = []
+        for chunk in crossing:
+            if group.domain_of[chunk.key[0]] == target_domain:
+                sends += group.messages(chunk, sums[chunk.key], domain=target_domain)
+        for chunk in own_chunks:
+            if source_domain not in chunk.others:
+                continue
+            arrived = sums[chunk.key]
+            if chunk.key in begun:
+                arrived = group.stripes(chunk, {})
+                adds += [
+                    (source, total)
+                    for source, total in zip(arrived, sums[chunk.key], strict=True)
+                    if total.rank == group.rank
+                ]
+            begun[chunk.key] = sums[chunk.key]
+            receives += group.messages(chunk, arrived, domain=source_domain)
+        stages.append(Messages(sends, receives, adds))
+    last = group.schedule([], {chunk.key: sums[chunk.key] for chunk in own_chunks})
+    return (*stages, last)
 
-        Args:
-            layer: layer whose chunks are sent between domains.
-            elements: elements of a chunk.
-            sizes: number of ranks of each domain.
 
-        Returns:
-            Elements of the largest stripe; most stripe buffers in use at once in a spAG; the same
-            in a spRS.
-        """
-        smallest = min(sizes)
-        largest = max(sizes)
-        fewest = smallest
-        if _is_spared(smallest, smallest - 1):
-            fewest -= 1
-        elements = max(end - begin for begin, end in _stripe_bounds(elements, fewest))
-        if len(sizes) == 1:
-            return elements, 0, 0
-        # Upper bounds of the chunks that are sent to other domains: all chunks of the homes in this
-        # domain, and all slots of the other domains. Of the chunks that are received: all slots of
-        # this domain.
-        leave = min(largest * layer.homes, (sum(sizes) - smallest) * layer.slots)
-        enter = largest * layer.slots
-        return elements, leave + enter, enter + leave + min(largest * layer.homes, enter)
+@functools.cache
+def stripe_elements(elements: int, sizes: tuple[int, ...]) -> int:
+    """Return the elements of the largest stripe of a chunk.
+
+    Args:
+        elements: elements of a chunk.
+        sizes: number of ranks of each domain.
+    """
+    fewest = min(sizes)
+    if _is_spared(fewest, fewest - 1):
+        fewest -= 1
+    return max(end - begin for begin, end in _stripe_bounds(elements, fewest))
+
+
+def most_stripes(layer: LayerBuffer, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Return the most stripe buffers of a rank that a spAG uses at once, and the same of a spRS.
+
+    Args:
+        layer: layer whose chunks are sent between domains.
+        sizes: number of ranks of each domain.
+    """
+    if len(sizes) == 1:
+        return 0, 0
+    # Upper bounds of the chunks that are sent to other domains: all chunks of the homes in this
+    # domain, and all slots of the other domains. Of the chunks that are received: all slots of
+    # this domain.
+    largest = max(sizes)
+    leave = min(largest * layer.homes, (sum(sizes) - min(sizes)) * layer.slots)
+    enter = largest * layer.slots
+    return leave + enter, enter + leave + min(largest * layer.homes, enter)
 
 
 def _stripe_bounds(elements: int, count: int) -> list[tuple[int, int]]:
@@ -254,18 +267,24 @@ class _Group:
                 spared = self._sums and _is_spared(size, counts[home_domain])
                 yield _Chunk(key, own_copies, further_domains, spared=spared)
 
-    def copies_to_own_domain(self, copies: Sequence[Copy]) -> tuple[list[Copy], list[Copy]]:
-        """Return the copies to this domain: from its own homes, and from other domains."""
-        own_copies = [copy for copy in copies if self.domain_of[copy.rank] == self.own]
-        inside = [copy for copy in own_copies if self.domain_of[copy.home] == self.own]
-        return inside, [copy for copy in own_copies if self.domain_of[copy.home] != self.own]
+    def schedule(self, copies: Sequence[Copy], parts: Parts) -> TransferSchedule:
+        """Schedule what moves inside this rank's domain. Args as `TransferSchedule.of`."""
+        return TransferSchedule.of(
+            copies,
+            self.rank,
+            domain=self.domains[self.own],
+            elements=self._elements,
+            sums=self._sums,
+            parts=parts,
+        )
 
-    def stripes(self, chunk: _Chunk, places: Mapping[int, Place]) -> list[Part]:
+    def stripes(self, chunk: _Chunk, places: Mapping[int, tuple[int, int]]) -> list[Part]:
         """Assign the stripes of ``chunk`` to the ranks of this domain.
 
         Args:
             chunk: the chunk.
-            places: places for stripes, by rank; a rank without a place takes a stripe buffer.
+            places: kind of memory and index for stripes, by rank; a rank without a place takes a
+                stripe buffer.
         """
         carriers = self._carriers(chunk, self.own)
         bounds = _stripe_bounds(self._elements, len(carriers))
@@ -273,20 +292,18 @@ class _Group:
         for rank, (begin, end) in zip(carriers, bounds, strict=True):
             if begin == end:
                 continue
-            place = places.get(rank)
-            if place is None:
-                place = Place(rank, "stripe", self.used[rank], begin)
+            if rank in places:
+                parts.append(Part(rank, *places[rank], begin, end, 0))
+            else:
+                parts.append(Part(rank, STRIPE, self.used[rank], begin, end, begin))
                 self.used[rank] += 1
-            parts.append(Part(place, begin, end))
         return parts
 
-    def messages(
-        self, chunk: _Chunk, parts: Sequence[Part], *, domain: int
-    ) -> list[tuple[Part, int]]:
+    def messages(self, chunk: _Chunk, parts: Sequence[Part], *, domain: int) -> list[Message]:
         """Return the ``parts`` that this rank exchanges with domain ``domain``, with the peers."""
         carriers = self._carriers(chunk, self.own)
         opposite = dict(zip(carriers, self._carriers(chunk, domain), strict=True))
-        return [(part, opposite[self.rank]) for part in parts if part.at.rank == self.rank]
+        return [(part, opposite[self.rank]) for part in parts if part.rank == self.rank]
 
     def _carriers(self, chunk: _Chunk, domain: int) -> list[int]:
         """Return the ranks of ``domain`` that carry the stripes of ``chunk``, in order.
@@ -300,70 +317,3 @@ class _Group:
         first = home_ranks.index(home) + chunk.spared
         count = min(*map(len, self.domains), len(home_ranks) - chunk.spared)
         return [ranks[(first + i) % len(ranks)] for i in range(count)]
-
-
-class _StripeSums:
-    """Stripes of the sums of a spRS on the ranks of this domain.
-
-    Attributes:
-        sums: stripes of each chunk that is sent or received.
-        begun: the chunks of `sums` whose stripes hold a sum already.
-    """
-
-    def __init__(self, group: _Group, crossing: Sequence[_Chunk]) -> None:
-        self._group = group
-        self.sums: dict[Key, list[Part]] = {}
-        self.begun: dict[Key, list[Part]] = {}
-        for chunk in crossing:
-            places = {copy.rank: Place(copy.rank, "partial", copy.slot) for copy in chunk.here}
-            self.sums[chunk.key] = group.stripes(chunk, places)
-            # Without a replica in this domain the first received stripe is the sum.
-            if chunk.here:
-                self.begun[chunk.key] = self.sums[chunk.key]
-
-    def receive(
-        self,
-        chunk: _Chunk,
-        domain: int,
-        receives: list[tuple[Part, int]],
-        adds: list[Pull],
-    ) -> None:
-        """Append the messages and sums of a chunk whose stripes arrive from domain ``domain``.
-
-        Args:
-            chunk: chunk of this domain.
-            domain: number of the sending domain.
-            receives: parts to receive, with the source rank; appended to.
-            adds: additions of received stripes to the sums on this rank; appended to.
-        """
-        group = self._group
-        sums = self.sums[chunk.key]
-        if chunk.key not in self.begun:
-            self.begun[chunk.key] = sums
-            receives += group.messages(chunk, sums, domain=domain)
-            return
-        arrived = group.stripes(chunk, {})
-        receives += group.messages(chunk, arrived, domain=domain)
-        for source, total in zip(arrived, sums, strict=True):
-            if total.at.rank == group.rank:
-                adds.append(Pull((source.at,), total.at, source.begin, source.end, add=True))
-
-
-def _sends_of_rounds(
-    group: _Group, crossing: Sequence[_Chunk], stripes: _StripeSums
-) -> dict[int, list[tuple[Part, int]]]:
-    """Return the stripes that this rank sends in each round of a spRS, with the peers.
-
-    Args:
-        group: the domains.
-        crossing: chunks that are sent to other domains or received.
-        stripes: stripes of their sums.
-    """
-    num_domains = len(group.domains)
-    sends: dict[int, list[tuple[Part, int]]] = {turn: [] for turn in range(1, num_domains)}
-    for chunk in crossing:
-        home_domain = group.domain_of[chunk.key[0]]
-        if home_domain != group.own:
-            turn = (group.own - home_domain) % num_domains
-            sends[turn] += group.messages(chunk, stripes.sums[chunk.key], domain=home_domain)
-    return sends

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from megatron_hecate.device.launch import Kernels
-from megatron_hecate.nvlink.program import TRANSFER, Program
 
 # Bandwidth of NVLink in one direction, bytes per second, by major compute capability of the GPU:
 # A100, H100, B200.
@@ -38,14 +37,10 @@ class TransferKernels(Kernels):
         if self.on_gpu:
             self.blocks = _blocks_on(device)
         else:
-            size = self.function("fssdp_size_of_transfer")()
-            assert size == TRANSFER.itemsize, (
-                f"a Transfer has {size} bytes in the kernels, {TRANSFER.itemsize} in Python"
-            )
             self.blocks = dict.fromkeys(UNDER_WAY, 1)
 
     def run(
-        self, name: str, program: Program, *, begin: int, met: Callable[[], None] = lambda: None
+        self, name: str, program: np.ndarray, *, ranks: int, met: Callable[[], None] = lambda: None
     ) -> None:
         """Run all steps of a transfer by the kernel ``name``, after a barrier with its peers.
 
@@ -54,13 +49,17 @@ class TransferKernels(Kernels):
 
         Args:
             name: kernel.
-            program: program of the transfer.
-            begin: progress counters before the transfer.
+            program: see `program.assemble`.
+            ranks: number of ranks of the domain.
             met: called when the barrier is over, or enqueued.
         """
         table = torch.empty(len(program), dtype=torch.uint8, device=self._device)
-        self._upload(program.at(table.data_ptr(), begin=begin), table)
-        self._synchronize(program.num_ranks, table)
+        self._upload(program, table)
+        # One thread per peer.
+        threads = -(-ranks // WARP) * WARP
+        self.launch(
+            "fssdp_synchronize", ctypes.c_void_p(table.data_ptr()), blocks=1, threads=threads
+        )
         met()
         self.run_at(name, table)
 
@@ -80,14 +79,6 @@ class TransferKernels(Kernels):
             *extra_arguments,
             blocks=blocks or self.blocks[name],
             threads=THREADS,
-        )
-
-    def _synchronize(self, num_ranks: int, table: Tensor) -> None:
-        """Tell the peers that this rank has come, and wait for all of them."""
-        # One thread per peer.
-        threads = -(-num_ranks // WARP) * WARP
-        self.launch(
-            "fssdp_synchronize", ctypes.c_void_p(table.data_ptr()), blocks=1, threads=threads
         )
 
     def _upload(self, data: np.ndarray, table: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import mmap
 import os
 import tempfile
 from collections.abc import Iterator
@@ -77,10 +76,19 @@ def allocate_shared(
         names = gather_objects(name, group, what="mapping shared memory", label=LABEL)
         with _raise_on_all(group, what="mapping shared memory"):
             try:
-                maps = [_map(peer_name, size) for peer_name in names]
+                # The size is asked for because torch would create a file that is not there.
+                blocks = [
+                    torch.from_file(
+                        peer_name,
+                        shared=True,
+                        size=Path(peer_name).stat().st_size,
+                        dtype=torch.uint8,
+                    )
+                    for peer_name in names
+                ]
             # Ranks in containers of their own may have the same host name, but share no files.
-            except OSError as error:
-                raise OSError(
+            except (OSError, RuntimeError) as error:
+                raise RuntimeError(
                     f"cannot map its peers' shared memory: {error}; let the ranks of a machine "
                     f"share {SHARED}, or use p2p"
                 ) from error
@@ -88,7 +96,6 @@ def allocate_shared(
         # The mappings stay valid without the name, and no file is left behind.
         if name:
             Path(name).unlink()
-    blocks = [torch.frombuffer(memory, dtype=torch.uint8) for memory in maps]
     return blocks[group.rank()], [block.data_ptr() for block in blocks], blocks
 
 
@@ -105,14 +112,6 @@ def _create_file(size: int) -> str:
     finally:
         os.close(descriptor)
     return name
-
-
-def _map(name: str, size: int) -> mmap.mmap:
-    descriptor = os.open(name, os.O_RDWR)
-    try:
-        return mmap.mmap(descriptor, size)
-    finally:
-        os.close(descriptor)
 
 
 def allocate_symmetric(
@@ -139,8 +138,6 @@ def _empty_symmetric(size: int, device: torch.device) -> Tensor:
 
     # Symmetric memory has an allocator of its own, so free blocks that torch's caching allocator
     # keeps for later may leave too little.
-    with contextlib.suppress(RuntimeError):
-        return symmetric.empty(size, dtype=torch.uint8, device=device)
     torch.cuda.empty_cache()
     try:
         return symmetric.empty(size, dtype=torch.uint8, device=device)

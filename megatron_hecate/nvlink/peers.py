@@ -124,11 +124,6 @@ class Peers:
             counters.copy_(raised.pin_memory(), non_blocking=True)
             torch.cuda.current_stream().synchronize()
 
-    def holds(self, tensor: Tensor) -> bool:
-        """Return True if ``tensor`` lies in this rank's buffers."""
-        offset = tensor.data_ptr() - self.buffers.data_ptr()
-        return offset >= 0 and offset + tensor.nbytes <= self.buffers.nbytes
-
     @property
     def failure(self) -> np.void | None:
         """The `FAILURE` record of the first wait that timed out, or ``None``.

@@ -8,82 +8,59 @@ step may be read by other ranks in the next step:
 | spAG | pack | the parameters of the rank's own experts | its send buffer, visible to peers |
 | | fetch | chunks from the send buffer of their home | slots |
 | | exchange | the parts that this rank did not fetch, from the ranks that did | slots |
-| spRS | exchange | this rank's part of the gradients of all replicas | a part of the sum |
+| spRS | exchange | this rank's part of the gradients of all replicas | its slot |
 | | sum | gradients, or parts of sums | the home's main gradient |
 
 *Exchange*: where a home would send more than any rank receives, each rank that receives a chunk
 fetches a different part of it from the home, and the remaining parts from the other receivers. The
-chunk is then sent once by its home, at the cost of one more step. A spRS sums the same parts.
-Chunks that are sent to other domains, or received from there, are moved in parts as well.
+chunk is then sent once by its home, at the cost of one more step. A spRS sums the same parts, each
+over the part of a gradient that no other sum reads. Chunks that are sent to other domains, or
+received from there, are moved in parts as well.
 
-Every rank derives the parts of all ranks from the copies alone, without communication (`pulls`).
+Every rank derives the parts of all ranks from the copies alone, without communication.
 Places are symbolic; `program` resolves them to addresses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from types import MappingProxyType
-from typing import NamedTuple
 
 import numpy as np
 
 from megatron_hecate.comm.transport import Copy
-from megatron_hecate.nvlink import pulls
-from megatron_hecate.nvlink.chunks import ChunkTable, Key
-from megatron_hecate.nvlink.pulls import MEMORIES, Memory, PartTable, RankPulls
+from megatron_hecate.nvlink.chunks import (
+    HOME,
+    SEND,
+    SLOT,
+    STRIPE,
+    WHOLE,
+    ChunkTable,
+    Part,
+    Parts,
+    is_in_parts,
+    is_member,
+)
+from megatron_hecate.plan.compiled import compiled
 
+# Elements. Parts of a chunk begin at multiples of this, so that their addresses are aligned.
+GRAIN: int = 128
 
-class Place(NamedTuple):
-    """Place of a chunk in the memory of a rank.
+# Steps of a spAG.
+PACK, FETCH, EXCHANGE = range(3)
 
-    ``grad``, ``partial``, ``main_grad``, and in a spRS ``stripe``, are fp32. ``partial`` may be the
-    same memory as ``grad``: each part of a gradient is read only by the sum that overwrites it.
-
-    Args:
-        rank: rank that owns the memory.
-        memory: kind of memory.
-        index: number of the own expert (parameters, send, main_grad), slot (slot, grad, partial) or
-            stripe.
-        begin: element of the chunk with which the memory begins.
-    """
-
-    rank: int
-    memory: Memory
-    index: int  # type: ignore[assignment]  # hides that of tuples
-    begin: int = 0
-
-
-class Pull(NamedTuple):
-    """Copy or sum of elements [begin, end) of a chunk, from ``sources`` into ``into``.
-
-    Args:
-        sources: places that are read; several are summed in this order.
-        into: place that is written.
-        begin: first element.
-        end: element after the last.
-        add: True to add the elements to the content of ``into``.
-    """
-
-    sources: tuple[Place, ...]
-    into: Place
-    begin: int
-    end: int
-    add: bool = False
-
-
-class Part(NamedTuple):
-    """Elements [begin, end) of a chunk, or of its sum, and the place that holds them first."""
-
-    at: Place
-    begin: int
-    end: int
-
-
-Parts = Mapping[Key, Sequence[Part]]
+# One source of a pull: a pull with several sources has as many consecutive rows. `rank`, `memory`,
+# `index` and `first` are the place that is read, see `Part`; `into_...` is the place on this rank
+# that is written; main gradients are added to. `distance`: ranks from this one to the rank of the
+# first source, upwards. `more`: whether the row is a further source of the pull of the row before.
+PULL = np.dtype(
+    [(name, np.int64) for name in ("step", "distance", "begin", "end", "more")]
+    + [(name, np.int64) for name in ("rank", "memory", "index", "first")]
+    + [(name, np.int64) for name in ("into_memory", "into_index", "into_first")]
+)
+FAR: int = 1 << 20  # more than all ranks
 NONE: Parts = MappingProxyType({})
-Listing = Callable[[ChunkTable, PartTable, int, int], RankPulls]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,30 +68,29 @@ class TransferSchedule:
     """One rank's part of a transfer.
 
     Args:
-        rank: this rank.
-        rows: sources of all pulls, sorted by step, [sources, `pulls.COLUMNS`].
+        rows: sources of all pulls, sorted by step, [sources] of `PULL`.
         num_steps: steps of all ranks; a rank's step may be empty.
-        places: places in ``rows`` by their numbers, with the memory and index of this rank.
-        peers: ranks that this rank reads from, or that read from this rank.
+        participants: ranks that read or are read; they wait for each other.
     """
 
-    rank: int
     rows: np.ndarray
     num_steps: int
-    places: tuple[Place, ...]
-    peers: frozenset[int]
+    participants: frozenset[int]
 
     @classmethod
-    def of_fetch(
+    def of(
         cls,
         copies: Sequence[Copy],
         rank: int,
         *,
         domain: Sequence[int],
         elements: int,
+        sums: bool,
         parts: Parts = NONE,
     ) -> TransferSchedule:
-        """Schedule the spAG of ``rank``.
+        """Schedule the spAG or spRS of ``rank``.
+
+        Each home's sum in a spRS is over the replicas in order of rank, added to its main gradient.
 
         Args:
             copies: all copies of the domain, in the same order on all ranks; a rank receives a
@@ -122,120 +98,207 @@ class TransferSchedule:
             rank: rank whose part is scheduled.
             domain: ranks that read each other's memory.
             elements: elements of a chunk.
-            parts: for chunks that are sent to other domains, the places that their parts must reach
-                in the end; for chunks that were received from another, the places of their parts.
-                A rank has one part of a chunk at most.
+            sums: True for a spRS.
+            parts: parts of chunks that cross to other domains; a rank has one part of a chunk at
+                most. In a spAG, what the chunk must reach in the end if its home is in the domain,
+                else what has received it. In a spRS, what the sum over this domain's replicas must
+                reach; without a replica in the domain, what holds the complete sum.
         """
-        chunks = ChunkTable.of(tuple(copies), frozenset(domain), frozenset(parts))
-        return cls._of(pulls.list_fetch_pulls, chunks, rank, elements=elements, parts=parts)
-
-    @classmethod
-    def of_return(
-        cls,
-        copies: Sequence[Copy],
-        rank: int,
-        *,
-        domain: Sequence[int],
-        elements: int,
-        parts: Parts = NONE,
-    ) -> TransferSchedule:
-        """Schedule the spRS of ``rank``.
-
-        Each home's sum is over the replicas in order of rank, added to its main gradient.
-
-        Args:
-            copies: see `of_fetch`.
-            rank: see `of_fetch`.
-            domain: see `of_fetch`.
-            elements: see `of_fetch`.
-            parts: for chunks with replicas in several domains, the places that the sums over this
-                domain's replicas must reach; for chunks without a replica in this domain, the
-                places of the complete sums.
-        """
-        chunks = ChunkTable.of(tuple(copies), frozenset(domain), frozenset(parts))
-        return cls._of(pulls.list_return_pulls, chunks, rank, elements=elements, parts=parts)
-
-    @classmethod
-    def of_pulls(
-        cls, steps: Sequence[Sequence[Pull]], rank: int, *, peers: frozenset[int] = frozenset()
-    ) -> TransferSchedule:
-        """Schedule the pulls of each of the ``steps`` of ``rank``, in the same order."""
-        rows: list[list[int]] = []
-        for number, step in enumerate(steps):
-            for pull in step:
-                for index, source in enumerate(pull.sources):
-                    row = [0] * pulls.COLUMNS
-                    row[pulls.STEP] = number
-                    row[pulls.BEGIN] = pull.begin
-                    row[pulls.END] = pull.end
-                    row[pulls.ADD] = pull.add
-                    row[pulls.MORE] = index > 0
-                    row[pulls.INTO : pulls.RANK] = _encode(pull.into)[1:]
-                    row[pulls.RANK : pulls.INTO_NUMBER] = _encode(source)
-                    rows.append(row)
-        table = np.array(rows, np.int64).reshape(-1, pulls.COLUMNS)
-        return cls._of_rows(table, len(steps), rank, peers=peers)
-
-    @classmethod
-    def _of(
-        cls, listing: Listing, chunks: ChunkTable, rank: int, *, elements: int, parts: Parts
-    ) -> TransferSchedule:
-        """List the pulls of ``rank``, sorted within each step."""
-        listed = listing(chunks, _encode_parts(parts, chunks), rank, elements)
-        rows = listed.rows
+        parts_of = tuple((key, tuple(listed)) for key, listed in parts.items())
+        chunks = ChunkTable.of(tuple(copies), tuple(domain), parts_of)
+        is_begun = (np.diff(chunks.begins) > 0) & (np.diff(chunks.part_begins) > 0)
+        if sums:
+            first_sum = int(chunks.is_exchanged.any() or is_begun.any())
+            num_steps = first_sum + int(not is_begun.all())
+            rows = _list_return(chunks, rank, elements, first_sum)
+        else:
+            num_steps = EXCHANGE + int(chunks.is_exchanged.any() or len(chunks.parts) > 0)
+            rows = _list_fetch(chunks, rank, elements)
         # Every step begins with the rank after this one, so that not all ranks read from one home
         # at the same time.
-        order = np.lexsort((rows[:, pulls.BEGIN], rows[:, pulls.DISTANCE], rows[:, pulls.STEP]))
-        rows = rows[order]
-        peers = frozenset(np.flatnonzero(listed.is_peer).tolist())
-        return cls._of_rows(rows, listed.num_steps, rank, peers=peers)
-
-    @classmethod
-    def _of_rows(
-        cls, rows: np.ndarray, num_steps: int, rank: int, *, peers: frozenset[int]
-    ) -> TransferSchedule:
-        numbered = pulls.number_places(rows).tolist()
-        places = tuple(Place(rank, MEMORIES[memory], index) for memory, index in numbered)
-        return cls(rank, rows, num_steps, places, peers)
-
-    @property
-    def steps(self) -> tuple[tuple[Pull, ...], ...]:
-        """Pulls of each step, decoded."""
-        steps: list[list[Pull]] = [[] for _ in range(self.num_steps)]
-        for row in self.rows.tolist():
-            sources = (_decode(row[pulls.RANK : pulls.INTO_NUMBER]),)
-            into = _decode([self.rank, *row[pulls.INTO : pulls.RANK]])
-            step = steps[row[pulls.STEP]]
-            if row[pulls.MORE]:
-                sources = step.pop().sources + sources
-            begin, end = row[pulls.BEGIN], row[pulls.END]
-            step.append(Pull(sources, into, begin, end, bool(row[pulls.ADD])))
-        return tuple(map(tuple, steps))
+        rows = rows[np.lexsort((rows["begin"], rows["distance"], rows["step"]))]
+        ranks = np.concatenate((chunks.keys[:, 0], chunks.ranks, chunks.parts[:, 0]))
+        return cls(rows, num_steps, frozenset(ranks.tolist()).intersection(domain))
 
 
-def _encode_parts(parts: Parts, chunks: ChunkTable) -> PartTable:
-    """Convert ``parts`` to rows, in the order of ``chunks``."""
-    begins = np.zeros(len(chunks.keys) + 1, np.int64)
-    rows: list[list[int]] = []
-    if parts:
-        for number, key in enumerate(map(tuple, chunks.keys.tolist())):
-            rows += map(_encode_part, parts.get(key, ()))
-            begins[number + 1] = len(rows)
-    return PartTable(begins, np.array(rows, np.int64).reshape(-1, pulls.COLUMNS))
+@compiled
+def _list_fetch(chunks: ChunkTable, rank: int, elements: int) -> np.ndarray:
+    """List the pulls of a spAG on rank ``rank``.
+
+    Args:
+        chunks: chunks of the domain.
+        rank: this rank.
+        elements: elements of a chunk.
+
+    Returns:
+        Sources of all pulls, in no particular order, [sources] of `PULL`.
+    """
+    rows = _new_rows(chunks)
+    count = 0
+    for chunk in range(len(chunks.keys)):
+        home, index = chunks.keys[chunk]
+        whole = Part(home, SEND, index, 0, elements, 0)
+        slot = _slot_of(chunks, chunk, rank)
+        target = Part(rank, SLOT, slot, 0, elements, 0)
+        if home == rank:
+            parameters = Part(rank, HOME, index, 0, elements, 0)
+            count = _pull(rows, count, PACK, parameters, whole, False)
+        parts = _parts_of(chunks, chunk)
+        is_from_here = is_member(chunks, home)
+        if len(parts) == 0 and not chunks.is_exchanged[chunk]:
+            if slot >= 0:
+                count = _pull(rows, count, FETCH, whole, target, False)
+            continue
+        if is_from_here and chunks.begins[chunk] < chunks.begins[chunk + 1]:
+            stripes = parts
+            parts = _divide(chunks, chunk, elements)
+            for number in range(len(stripes)):
+                stripe = _part(stripes, number)
+                # Other places, send buffers and slots, receive the complete chunk anyway.
+                if stripe.rank == rank and stripe.memory == STRIPE:
+                    count = _gather(rows, count, EXCHANGE, parts, stripe)
+        for number in range(len(parts)):
+            part = _part(parts, number)
+            if is_from_here and home != rank and part.rank == rank:
+                count = _pull(rows, count, FETCH, whole, part, False)
+        if slot >= 0:
+            count = _gather(rows, count, EXCHANGE, parts, target)
+    return rows[:count]
 
 
-def _encode_part(part: Part) -> list[int]:
-    row = [0] * pulls.COLUMNS
-    row[pulls.BEGIN] = part.begin
-    row[pulls.END] = part.end
-    row[pulls.RANK : pulls.INTO_NUMBER] = _encode(part.at)
-    return row
+@compiled
+def _list_return(chunks: ChunkTable, rank: int, elements: int, first_sum: int) -> np.ndarray:
+    """List the pulls of a spRS on rank ``rank``. Args and returns as `_list_fetch`.
+
+    Homes sum in step ``first_sum``; an exchange comes before.
+    """
+    rows = _new_rows(chunks)
+    count = 0
+    for chunk in range(len(chunks.keys)):
+        home, index = chunks.keys[chunk]
+        total = Part(home, HOME, index, 0, elements, 0)
+        is_exchanged = chunks.is_exchanged[chunk]
+        has_copies = chunks.begins[chunk] < chunks.begins[chunk + 1]
+        if not is_exchanged and not is_in_parts(chunks, chunk):
+            if home == rank:
+                count = _sum(rows, count, first_sum, chunks, chunk, total)
+            continue
+        parts = _divide(chunks, chunk, elements) if is_exchanged else _parts_of(chunks, chunk)
+        for number in range(len(parts)):
+            part = _part(parts, number)
+            if has_copies and part.rank == rank:
+                count = _sum(rows, count, 0, chunks, chunk, part)
+            if home == rank and (is_exchanged or not has_copies):
+                count = _pull(rows, count, first_sum, part, total, False)
+    return rows[:count]
 
 
-def _encode(place: Place) -> list[int]:
-    return [place.rank, MEMORIES.index(place.memory), place.index, place.begin]
+@compiled
+def _new_rows(chunks: ChunkTable) -> np.ndarray:
+    """Return as many rows as a rank may need, which has one part of a chunk at most."""
+    # One more, for a pull without elements.
+    count = 1 + 2 * len(chunks.keys) + 3 * (len(chunks.ranks) + len(chunks.parts))
+    return np.empty(count, PULL)
 
 
-def _decode(place: Sequence[int]) -> Place:
-    rank, memory, index, begin = place
-    return Place(rank, MEMORIES[memory], index, begin)
+@compiled
+def _slot_of(chunks: ChunkTable, chunk: int, rank: int) -> int:
+    """Return the slot in which ``rank`` receives a chunk, or -1 if it receives none."""
+    for copy in range(chunks.begins[chunk], chunks.begins[chunk + 1]):
+        if chunks.ranks[copy] == rank:
+            return chunks.slots[copy]
+    return -1
+
+
+@compiled
+def _parts_of(chunks: ChunkTable, chunk: int) -> np.ndarray:
+    """Return the parts of a chunk because other domains take part, [parts, fields of `Part`]."""
+    return chunks.parts[chunks.part_begins[chunk] : chunks.part_begins[chunk + 1]]
+
+
+@compiled
+def _part(parts: np.ndarray, number: int) -> Part:
+    """Return a row of ``parts``."""
+    rank, memory, index, begin, end, first = parts[number]
+    return Part(rank, memory, index, begin, end, first)
+
+
+@compiled
+def _pull(rows: np.ndarray, count: int, step: int, source: Part, target: Part, more: bool) -> int:
+    """List the pull of the elements that ``source`` and ``target`` have in common, if any.
+
+    Args:
+        rows: rows; appended to.
+        count: number of rows.
+        step: step of the pull.
+        source: part that is read.
+        target: part that is written.
+        more: whether the row is a further source of the same pull as the row before.
+
+    Returns:
+        The new number of rows.
+    """
+    row = rows[count]
+    row.step = step
+    row.distance = (source.rank - target.rank) % FAR
+    if more:
+        row.distance = rows[count - 1].distance
+    row.begin = max(source.begin, target.begin)
+    row.end = min(source.end, target.end)
+    row.more = more
+    row.rank = source.rank
+    row.memory = source.memory
+    row.index = source.index
+    row.first = source.first
+    row.into_memory = target.memory
+    row.into_index = target.index
+    row.into_first = target.first
+    return count + 1 if row.begin < row.end else count
+
+
+@compiled
+def _gather(rows: np.ndarray, count: int, step: int, parts: np.ndarray, target: Part) -> int:
+    """List the pulls of ``parts`` on other ranks into ``target``. Args and returns as `_pull`."""
+    for number in range(len(parts)):
+        part = _part(parts, number)
+        if part.rank != target.rank:
+            count = _pull(rows, count, step, part, target, False)
+    return count
+
+
+@compiled
+def _sum(
+    rows: np.ndarray, count: int, step: int, chunks: ChunkTable, chunk: int, target: Part
+) -> int:
+    """List the sum of the gradients of all replicas of a chunk. Args and returns as `_pull`."""
+    first = chunks.begins[chunk]
+    for copy in range(first, chunks.begins[chunk + 1]):
+        source = Part(chunks.ranks[copy], SLOT, chunks.slots[copy], target.begin, target.end, 0)
+        count = _pull(rows, count, step, source, target, copy > first)
+    return count
+
+
+@compiled
+def _divide(chunks: ChunkTable, chunk: int, elements: int) -> np.ndarray:
+    """Divide a chunk among its receiving ranks, in their slots.
+
+    Returns:
+        Parts, [parts, fields of `Part`]; a part may be empty.
+    """
+    first = chunks.begins[chunk]
+    last = chunks.begins[chunk + 1]
+    parts = np.empty((last - first, 6), np.int64)
+    grains = -(-elements // GRAIN)
+    is_exchanged = chunks.is_exchanged[chunk]
+    total = WHOLE if is_exchanged else last - first
+    so_far = 0
+    begin = 0
+    for copy in range(first, last):
+        so_far += chunks.shares[copy] if is_exchanged else 1
+        end = min(elements, grains * so_far // total * GRAIN)
+        parts[copy - first] = (chunks.ranks[copy], SLOT, chunks.slots[copy], begin, end, 0)
+        begin = end
+    return parts
+
+
+# x

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -51,19 +52,6 @@ def self_test(
     return [f"{text}; {way_out}" for text in problems], False
 
 
-class _Total:
-    """Gradient of this rank's only expert. See `transport.HomeGradients`."""
-
-    def __init__(self, elements: int, device: torch.device) -> None:
-        self.grad = torch.zeros(elements, device=device)
-
-    def main_grads(self, index: int) -> list[Tensor]:
-        return [self.grad]
-
-    def add(self, index: int, total: Tensor) -> None:
-        self.grad += total
-
-
 def _ring(transport: Transport) -> tuple[TransferPlan, LayerBuffer]:
     """Plan copies of every rank's only expert to the next three ranks, or to all if fewer.
 
@@ -102,9 +90,12 @@ def _check_bytes(transport: Transport, device: torch.device) -> None:
     # Sums of whole numbers are exact in fp32, so the order of summation does not matter.
     for slot, home in plan.receives:
         grads[slot].copy_(_whole_numbers(home, device).float() * (slot + 1))
-    total = _Total(ELEMENTS, device)
-    transport.return_gradients(plan, grads, total, label=LABEL).wait()
-    is_sum_right = torch.equal(total.grad, numbers.float() * sum(range(1, layer.slots + 1)))
+    total = torch.zeros(ELEMENTS, device=device)
+    gradients: Any = SimpleNamespace(
+        main_grads=lambda index: [total], add=lambda index, grad: total.add_(grad)
+    )
+    transport.return_gradients(plan, grads, gradients, label=LABEL).wait()
+    is_sum_right = torch.equal(total, numbers.float() * sum(range(1, layer.slots + 1)))
     if differing:
         raise RuntimeError(f"rank {plan.rank} received wrong weights from ranks {differing}")
     if not is_sum_right:

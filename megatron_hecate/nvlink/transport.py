@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
+from functools import cached_property
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -19,20 +21,24 @@ from torch import Tensor
 from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Stopwatch, Transfer
-from megatron_hecate.comm.transport import Copy, HomeGradients, LayerBuffer, TransferPlan, chunks_in
-from megatron_hecate.nvlink.chunks import CACHED
-from megatron_hecate.nvlink.domains import Domains, Messages, Stage, Stages
+from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan
+from megatron_hecate.nvlink.chunks import CACHED, SEND, SLOT, STRIPE, Part
+from megatron_hecate.nvlink.domains import (
+    Domains,
+    Messages,
+    Stage,
+    most_stripes,
+    stages_of,
+    stripe_elements,
+)
 from megatron_hecate.nvlink.launch import TransferKernels
 from megatron_hecate.nvlink.peers import Peers
-from megatron_hecate.nvlink.program import Extent, Program, compile_programs
-from megatron_hecate.nvlink.schedule import Place, TransferSchedule
+from megatron_hecate.nvlink.program import Memory, assemble, compile_programs
+from megatron_hecate.nvlink.schedule import TransferSchedule
 
 # Steps after which one transfer signals between all ranks of the domain: a counter that has fallen
 # behind by half of its range would appear to be ahead.
 REFRESH: int = 1 << 30
-PROGRAMS: int = 4096  # programs that are cached: schedules, times the buffers of a layer
-
-Build = Callable[..., tuple[Stage, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,26 +48,51 @@ class _Job:
     Args:
         what: "spAG" or "spRS".
         label: name of the layer.
-        dtype: data type of the elements.
-        memory: function that returns the tensors of a place in this rank's memory.
-        watch: stopwatch whose "begin" is marked when all ranks have arrived.
+        homes: tensors of the own experts that are moved, by index.
+        slots: chunks of the slots.
+        sent: send buffer, uint8.
+        stripes: stripe buffers, uint8.
+        domains: number of ranks of each NVLink domain.
+        watch: stopwatch whose "begin" is marked when all participants have arrived.
     """
 
     what: str
     label: str
-    dtype: torch.dtype
-    memory: Callable[[Place], Sequence[Tensor]]
+    homes: Mapping[int, Sequence[Tensor]]
+    slots: Sequence[Tensor]
+    sent: Tensor
+    stripes: Tensor
+    domains: tuple[int, ...]
     watch: Stopwatch | None = None
-
-    @property
-    def sums(self) -> bool:
-        """True for a spRS."""
-        return self.what == "spRS"
 
     def mark_begin(self) -> None:
         """Mark the "begin" of the stopwatch, unless it is marked or there is no stopwatch."""
         if self.watch is not None and not self.watch.begun:
             self.watch.mark("begin")
+
+    def part(self, part: Part) -> Tensor:
+        """Return the elements of ``part``, which is on this rank."""
+        if part.memory == SLOT:
+            chunk = self.slots[part.index]
+        else:
+            memory = self.sent if part.memory == SEND else self.stripes
+            _, stride = self.memory.buffers[part.memory]
+            chunk = memory[part.index * stride :][:stride].view(self.slots[0].dtype)
+        return chunk[part.begin - part.first : part.end - part.first]
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Addresses of the memory."""
+        slot = self.slots[0]
+        stride = LayerBuffer.aligned(len(slot), slot.dtype)
+        stripe = LayerBuffer.aligned(stripe_elements(len(slot), self.domains), slot.dtype)
+        places = {
+            SEND: (self.sent.data_ptr(), stride),
+            SLOT: (slot.data_ptr(), stride),
+            STRIPE: (self.stripes.data_ptr(), stripe),
+        }
+        buffers = tuple(places.get(kind, (0, 0)) for kind in range(1 + STRIPE))
+        return Memory.of(self.homes, buffers, slot.itemsize)
 
 
 class NVLink:
@@ -89,10 +120,9 @@ class NVLink:
         self.timeout = timeout
         self._domain = domain
         self._domains = tuple(map(tuple, domains))
-        self._domain_sizes = [len(ranks) for ranks in self._domains]
+        self._domain_sizes = tuple(map(len, self._domains))
         self._rank = group.rank()
         self._between = P2P(group, timeout=timeout)
-        self._stripe_elements: dict[int, int] = {}  # elements of a stripe by elements of a chunk
         self._begin = 1  # progress counters of the next transfer; initially the counters are 0
         # CPU ranks run transfers one after the other, as on a stream: the end of the last one.
         self._ended: Future[None] = Future()
@@ -129,17 +159,9 @@ class NVLink:
         self._peers = Peers(
             self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout
         )
-        # All microbatches have one placement, and the buffers of a layer take turns.
-        new_program = functools.partial(Program, signals=self._peers.signals)
-        self._program = functools.lru_cache(maxsize=PROGRAMS)(new_program)
         # The counters in the new memory are 0.
         self._begin = 1
         replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
-        self._stripe_elements = {}
-        for layer in layers:
-            for elements in (layer.weights[0], layer.elements):
-                width, _, _ = Stages.stripe_buffers(layer, elements, self._domain_sizes)
-                self._stripe_elements[elements] = width
         return replicas[:size]
 
     def release(self) -> None:
@@ -148,8 +170,8 @@ class NVLink:
         self._stripes = self._stripes.new_empty(0)
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
-        self._stages(Stages.of_fetch, plan, elements=layer.weights[0])
-        self._stages(Stages.of_return, plan, elements=layer.elements)
+        self._stages(plan, elements=layer.weights[0], sums=False)
+        self._stages(plan, elements=layer.elements, sums=True)
 
     def fetch(
         self,
@@ -165,21 +187,11 @@ class NVLink:
         for index in plan.replicated:
             if not all(tensor.is_contiguous() for tensor in homes[index]):
                 raise ValueError(f"{label}: parameters of own expert {index} are not contiguous")
-        elements = sum(tensor.numel() for tensor in homes[0])
-        dtype = homes[0][0].dtype
-        send_chunks = chunks_in(self._sent, len(homes) if plan.copies else 0, elements, dtype)
-        stripes = self._stripe_chunks(elements, dtype)
-
-        def memory(place: Place) -> Sequence[Tensor]:
-            if place.memory == "parameters":
-                return homes[place.index]
-            buffers = {"send": send_chunks, "slot": slots, "stripe": stripes}
-            return (buffers[place.memory][place.index],)
-
-        stages = self._stages(Stages.of_fetch, plan, elements=elements)
+        stages = self._stages(plan, elements=len(slots[0]), sums=False)
         device = self._memory_of_peers().device
         watch = Stopwatch(device) if timed else None
-        job = _Job("spAG", label, dtype, memory, watch)
+        own_homes = {index: homes[index] for index in plan.replicated}
+        job = self._job("spAG", label, own_homes, slots, watch)
         runs = self._prepare_runs(stages, job)
         # In one domain the barrier of the kernel is enough.
         if timed and len(stages) > 1:
@@ -204,23 +216,23 @@ class NVLink:
             raise ValueError(
                 f"{label}: gradients of {slots[0].dtype} cannot be summed by our kernels; use p2p"
             )
-        targets = {index: homes.main_grads(index) for index in plan.replicated}
+        main_grads = {index: homes.main_grads(index) for index in plan.replicated}
         # Sums of experts without main gradients, which `HomeGradients.add` takes at the end.
         totals = {
-            index: torch.zeros_like(slots[0]) for index, grads in targets.items() if grads is None
+            index: torch.zeros_like(slots[0])
+            for index, grads in main_grads.items()
+            if grads is None
         }
-        elements = slots[0].numel()
-        stripes = self._stripe_chunks(elements, torch.float32)
-
-        def memory(place: Place) -> Sequence[Tensor]:
-            if place.memory == "main_grad":
-                return targets[place.index] or (totals[place.index],)
-            if place.memory == "stripe":
-                return (stripes[place.index],)
-            return (slots[place.index],)
-
-        stages = self._stages(Stages.of_return, plan, elements=elements)
-        runs = self._prepare_runs(stages, _Job("spRS", label, torch.float32, memory))
+        elements = len(slots[0])
+        sizes = [elements]
+        for grads in filter(None, main_grads.values()):
+            sizes = [grad.numel() for grad in grads]
+        targets = {
+            index: grads or totals[index].split(sizes) for index, grads in main_grads.items()
+        }
+        stages = self._stages(plan, elements=elements, sums=True)
+        job = self._job("spRS", label, targets, slots)
+        runs = self._prepare_runs(stages, job)
 
         def add_totals() -> None:
             for index, total in totals.items():
@@ -267,20 +279,25 @@ class NVLink:
             self._ended = transfer.ended
         return transfer
 
-    def _stages(self, build: Build, plan: TransferPlan, *, elements: int) -> tuple[Stage, ...]:
-        return _kept_stages(
-            build, plan.copies, rank=self._rank, domains=self._domains, elements=elements
+    def _stages(self, plan: TransferPlan, *, elements: int, sums: bool) -> tuple[Stage, ...]:
+        return _cached_stages(
+            plan.copies, self._rank, domains=self._domains, elements=elements, sums=sums
         )
+
+    def _job(
+        self,
+        what: str,
+        label: str,
+        homes: Mapping[int, Sequence[Tensor]],
+        slots: Sequence[Tensor],
+        watch: Stopwatch | None = None,
+    ) -> _Job:
+        buffers = (slots, self._sent, self._stripes)
+        return _Job(what, label, homes, *buffers, self._domain_sizes, watch)
 
     def _memory_of_peers(self) -> Peers:
         assert self._peers is not None, "allocate was not called"
         return self._peers
-
-    def _stripe_chunks(self, elements: int, dtype: torch.dtype) -> list[Tensor]:
-        """Return all stripe buffers as tensors, for chunks of ``elements``."""
-        width = self._stripe_elements[elements]
-        count = self._stripes.nbytes // LayerBuffer.aligned(width, dtype)
-        return chunks_in(self._stripes, count, width, dtype)
 
     def _prepare_runs(self, stages: Sequence[Stage], job: _Job) -> list[Callable[[], None]]:
         """Prepare all stages of a transfer now, and return the functions that run them."""
@@ -299,14 +316,17 @@ class NVLink:
     def _prepare_messages(self, stage: Messages, job: _Job, *, tag: int) -> Callable[[], None]:
         """Prepare a stage of messages between domains, and return the function that runs it."""
         batch = self._between.batch(tag, what=job.what, label=job.label)
-        for parts, post in ((stage.sends, batch.send), (stage.receives, batch.receive)):
-            for part, rank in parts:
-                (tensor,) = job.memory(part.at)
-                post(tensor[part.begin - part.at.begin : part.end - part.at.begin], rank)
+        for messages, post in ((stage.sends, batch.send), (stage.receives, batch.receive)):
+            for part, rank in messages:
+                post(job.part(part), rank)
+        sums = [job.part(total) for _, total in stage.adds]
+        received = [job.part(source) for source, _ in stage.adds]
 
         def run() -> None:
             batch.start()
             batch.finish()
+            if sums:
+                torch._foreach_add_(sums, received)
 
         return run
 
@@ -317,44 +337,28 @@ class NVLink:
         # ranks count every stage, also stages without a part for them.
         begin = self._begin
         self._begin += schedule.num_steps + 1
-        # A timed transfer begins when all ranks of the domain have arrived, not only its peers.
-        if begin // REFRESH != self._begin // REFRESH or job.watch is not None:
-            schedule = dataclasses.replace(schedule, peers=frozenset(peers.ranks) - {self._rank})
-        if not schedule.peers and not len(schedule.rows):
+        if begin // REFRESH != self._begin // REFRESH:
+            schedule = dataclasses.replace(schedule, participants=frozenset(peers.ranks))
+        if self._rank not in schedule.participants:
             return job.mark_begin
         peers.remember(
             begin,
             f"{job.label}: {job.what} failed on rank {self._rank} of {self.group.size()} (timeout "
             f"{self.timeout:g} s): expected rank {{peer}} to finish {schedule.num_steps} steps",
         )
-        program = self._make_program(schedule, job)
-        return functools.partial(self._run_kernel, program, peers, job, begin)
+        program = assemble(schedule, job.memory, peers.signals, begin=begin)
+        return functools.partial(self._run_kernel, program, peers, job)
 
-    def _make_program(self, schedule: TransferSchedule, job: _Job) -> Program:
-        """Create the program of a stage inside the domain."""
-        peers = self._memory_of_peers()
-
-        def extents(place: Place) -> tuple[Extent, ...]:
-            tensors = job.memory(place)
-            # Peers have the tensor at the same offset of their buffers, so it must be in ours.
-            assert place.memory in ("parameters", "main_grad") or all(map(peers.holds, tensors)), (
-                "not in the buffers"
-            )
-            return tuple((tensor.data_ptr(), tensor.numel()) for tensor in tensors)
-
-        memory = tuple(map(extents, schedule.places))
-        return self._program(schedule, memory, itemsize=job.dtype.itemsize, sums=job.sums)
-
-    def _run_kernel(self, program: Program, peers: Peers, job: _Job, begin: int) -> None:
+    def _run_kernel(self, program: np.ndarray, peers: Peers, job: _Job) -> None:
         """Run a stage on the current stream, or on the host.
 
         Raises:
             TransferError: a peer died or did not answer in time, in this or an earlier transfer.
         """
-        name = "fssdp_reduce" if job.sums else "fssdp_gather"
+        name = "fssdp_reduce" if job.what == "spRS" else "fssdp_gather"
         if peers.failure is None:
             try:
-                self._kernels.run(name, program, begin=begin, met=job.mark_begin)
+                self._kernels.run(name, program, ranks=len(peers.ranks), met=job.mark_begin)
             except RuntimeError:
                 # The barrier of the peers timed out, which ends the CUDA context.
                 if peers.failure is None:
@@ -365,15 +369,11 @@ class NVLink:
             raise TransferError(peers.explain_failure())
 
 
-@functools.lru_cache(maxsize=CACHED)
-def _kept_stages(
-    build: Build, copies: tuple[Copy, ...], *, rank: int, domains: Domains, elements: int
-) -> tuple[Stage, ...]:
-    """Return the stages of a plan, cached for all of its microbatches."""
-    return build(copies, rank, domains=domains, elements=elements)
+# All microbatches of a plan have the same stages.
+_cached_stages = functools.lru_cache(maxsize=CACHED)(stages_of)
 
 
-def buffer_bytes(layers: Sequence[LayerBuffer], domains: Sequence[int]) -> tuple[int, int]:
+def buffer_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> tuple[int, int]:
     """Return the bytes of the send buffer and of all stripe buffers, for the largest layers.
 
     Args:
@@ -385,10 +385,10 @@ def buffer_bytes(layers: Sequence[LayerBuffer], domains: Sequence[int]) -> tuple
     send_bytes = max(layer.homes * LayerBuffer.aligned(*layer.weights) for layer in layers)
     stripes = 0
     for layer in layers:
+        in_fetch, in_return = most_stripes(layer, domains)
         elements, dtype = layer.weights
-        fetched, in_fetch, _ = Stages.stripe_buffers(layer, elements, domains)
-        returned, _, in_return = Stages.stripe_buffers(layer, layer.elements, domains)
-        fetch_bytes = in_fetch * LayerBuffer.aligned(fetched, dtype)
-        return_bytes = in_return * LayerBuffer.aligned(returned, layer.grad_dtype)
-        stripes = max(stripes, fetch_bytes, return_bytes)
+        fetch_bytes = LayerBuffer.aligned(stripe_elements(elements, domains), dtype)
+        elements, dtype = layer.elements, layer.grad_dtype
+        return_bytes = LayerBuffer.aligned(stripe_elements(elements, domains), dtype)
+        stripes = max(stripes, in_fetch * fetch_bytes, in_return * return_bytes)
     return send_bytes, stripes

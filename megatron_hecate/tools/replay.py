@@ -222,7 +222,7 @@ class Replay:
         if setup.transport == P2P.name:
             transport_bytes = P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer])
         else:
-            node_sizes = list(Counter(settings.world.node).values())
+            node_sizes = tuple(Counter(settings.world.node).values())
             transport_bytes = sum(buffer_bytes([buffer], node_sizes))
         layers = [buffer] * len(self.model.stages[0])
         memory = ExpertMemory.estimate(layers, setup.lifetime, transport_bytes=transport_bytes)

@@ -20,10 +20,12 @@ import torch
 from kernel_scripts import Script, Setup, one_hot, random_copies
 from mutations import MUTATIONS
 
+from megatron_hecate.comm.transport import Copy
 from megatron_hecate.device import compile as kernels
 from megatron_hecate.nvlink import launch, program
-from megatron_hecate.nvlink.program import Program, Signals
-from megatron_hecate.nvlink.schedule import Place, Pull, TransferSchedule
+from megatron_hecate.nvlink.chunks import SEND, SLOT
+from megatron_hecate.nvlink.program import Memory, Signals, assemble
+from megatron_hecate.nvlink.schedule import TransferSchedule
 
 TILE = 1024  # bytes: small, so that small chunks have many
 SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}
@@ -184,23 +186,19 @@ def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
     """Whatever the peer's memory holds, it is read only if the peer has come; and the record says who has not."""
     record = np.zeros((), program.FAILURE)
     words = np.zeros((2, 128), np.uint32)  # of each rank: counters, and from word 64 on a chunk
-    words[0, 1] = 4 if peer_is_here else 1  # what the peer has told
+    words[0, 1] = 5 if peer_is_here else 1  # what the peer has told
     words[1, 64:] = np.arange(64)
     addresses = words[0].ctypes.data, words[1].ctypes.data
     signals = Signals(
         0, dict(enumerate(addresses)), addresses[0] + 16, record.ctypes.data, timeout=0.05
     )
-    pull = Pull((Place(1, "slot", 0),), Place(0, "slot", 0), 0, 100)
-    made = Program(
-        TransferSchedule.of_pulls([[pull]], 0, peers=frozenset({1})),
-        [[(words[0, 64:].ctypes.data, 100)]],
-        signals=signals,
-        itemsize=2,
-        sums=False,
-    )
-    launch.TransferKernels(torch.device("cpu")).run("fssdp_gather", made, begin=3)
+    schedule = TransferSchedule.of([Copy(1, 0, 0, 0)], 0, domain=range(2), elements=100, sums=False)
+    buffers = [(addresses[0] + 256 if kind in (SEND, SLOT) else 0, 0) for kind in range(4)]
+    memory = Memory(tuple(buffers), (), (), itemsize=2)
+    made = assemble(schedule, memory, signals, begin=3)
+    launch.TransferKernels(torch.device("cpu")).run("fssdp_gather", made, ranks=2)
     assert (words[0, 64:114] == (words[1, 64:114] if peer_is_here else 0)).all()
-    assert words[1, 0] == (4 if peer_is_here else 3), (
+    assert words[1, 0] == (5 if peer_is_here else 3), (
         "what this rank tells: it came, and has finished"
     )
     if not peer_is_here:

@@ -18,6 +18,7 @@ import streams_on_cpu
 import torch
 import torch.distributed as dist
 from graph_capture import written
+from kernel_scripts import ITEM, SOURCE
 from stream_order import Entry, Range, Work
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.nvlink import peers
 from megatron_hecate.nvlink.launch import TransferKernels
-from megatron_hecate.nvlink.program import COPY, SOURCE, SUM, TRANSFER
+from megatron_hecate.nvlink.program import TRANSFER
 
 PRIVATE = 1 << 56  # addresses of memory that one rank alone sees
 COLLECTIVE_BLOCKS = 8  # of NCCL's kernels, which wait for other ranks as well
@@ -134,7 +135,7 @@ class Recording(TorchDispatchMode):
         bits = int(transfer["peers"][0]) | int(transfer["peers"][1]) << 64
         ranks = {rank for rank in range(int(transfer["world"])) if bits >> rank & 1}
         kind = {"fssdp_gather": "spAG", "fssdp_reduce": "spRS"}.get(name)
-        reads, writes = self._moved(program, begin, is_sum=kind == "spRS") if kind else ((), ())
+        reads, writes = self._moved(program, transfer) if kind else ((), ())
         self._note(
             f"{kind or name} {transfer['begin']}",
             blocks=blocks,
@@ -143,26 +144,20 @@ class Recording(TorchDispatchMode):
             writes=tuple(writes),
         )
 
-    def _moved(
-        self, program: np.ndarray, begin: int, *, is_sum: bool
-    ) -> tuple[list[Range], list[Range]]:
+    def _moved(self, program: np.ndarray, transfer: Any) -> tuple[list[Range], list[Range]]:
         """What a whole transfer reads and writes; what it wrote before it reads it is none of the others' business."""
         reads: list[Range] = []
         writes: list[Range] = []
 
-        def array(address: int, dtype: np.dtype, count: int) -> np.ndarray:
-            return program[address - begin :][: count * dtype.itemsize].view(dtype)
+        def array(offset: int, dtype: np.dtype, count: int) -> np.ndarray:
+            return program[offset:][: count * dtype.itemsize].view(dtype)
 
-        transfer = program[: TRANSFER.itemsize].view(TRANSFER)[0]
         for step in transfer["steps"][: int(transfer["num_steps"])]:
-            for item in array(int(step["items"]), SUM if is_sum else COPY, int(step["count"])):
-                size = 4 * int(item["elements"]) if is_sum else int(item["bytes"])
-                sources = [item]
-                if is_sum:
-                    first, count = int(item["first_source"]), int(item["sources"])
-                    sources = list(array(int(step["sources"]), SOURCE, first + count)[first:])
+            for item in array(int(step["items"]), ITEM, int(step["count"])):
+                size = int(item["bytes"])
                 writes += self._ranges(int(item["dst"]), size)
-                for source in sources:
+                first, count = int(item["first_source"]), int(item["sources"])
+                for source in array(int(step["sources"]), SOURCE, first + count)[first:]:
                     reads += self._ranges(int(source["src"]), size)
         return reads, writes
 

@@ -15,14 +15,41 @@ import torch
 from torch import Tensor
 
 from megatron_hecate.comm.transport import Copy
-from megatron_hecate.nvlink.program import FAILURE, MAX_STEPS, Program, Signals
-from megatron_hecate.nvlink.schedule import Place, TransferSchedule
+from megatron_hecate.nvlink.chunks import SEND, SLOT, STRIPE, Part
+from megatron_hecate.nvlink.program import FAILURE, MAX_STEPS, Memory, Signals, assemble
+from megatron_hecate.nvlink.schedule import TransferSchedule
 
 WRITE, CHECK, GATHER, REDUCE = range(4)
 GUARD = (
     256  # bytes between regions that nobody may write, at least; regions begin at multiples of it
 )
 PROGRAM = 1 << 16  # bytes set aside for a transfer's program
+# As in kernels/schedule.cuh.
+ITEM = np.dtype(
+    [("dst", "<u8"), ("bytes", "<u8")]
+    + [(name, "<u4") for name in ("first_source", "sources", "first_tile", "flags")]
+)
+SOURCE = np.dtype([("src", "<u8"), ("rank", "<i4"), ("reserved", "<u4")])
+
+
+class Pull(NamedTuple):
+    """Copy or sum of ``sources`` into ``into``."""
+
+    sources: tuple[Part, ...]
+    into: Part
+
+
+def pulls_of(schedule: TransferSchedule, rank: int) -> list[list[Pull]]:
+    """Pulls of ``rank`` in each step."""
+    steps: list[list[Pull]] = [[] for _ in range(schedule.num_steps)]
+    for fields in schedule.rows.tolist():
+        row = dict(zip(schedule.rows.dtype.names, fields, strict=True))
+        ends = row["begin"], row["end"]
+        source = Part(row["rank"], row["memory"], row["index"], *ends, row["first"])
+        into = Part(rank, row["into_memory"], row["into_index"], *ends, row["into_first"])
+        step = steps[row["step"]]
+        step.append(Pull((*(step.pop().sources if row["more"] else ()), source), into))
+    return steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,19 +164,26 @@ class Script:
         values[::16] = -0.0
         return values.to(dtype)
 
-    def _extents(self, place: Place) -> list[tuple[int, int]]:
-        memory = "grad" if place.memory == "partial" else place.memory
-        return [
-            (self.bases[place.rank] + at, size) for at, size in self.regions[memory, place.index]
+    def _memory(self, rank: int, kind: int) -> Memory:
+        slot, home = ("grad", "main_grad") if kind == REDUCE else ("slot", "parameters")
+        base, buffers = self.bases[rank], [(0, 0)] * (1 + STRIPE)
+        for number, memory in ((SEND, "send"), (SLOT, slot)):
+            first = self.regions[memory, 0][0][0]
+            [(second, _)] = self.regions.get((memory, 1), [(first, 0)])
+            buffers[number] = base + first, second - first
+        homes = [
+            tuple(base + begin for begin, _ in self.regions[home, index])
+            for index in range(self.setup.experts)
         ]
+        itemsize = 4 if kind == REDUCE else 2
+        return Memory(tuple(buffers), tuple(homes), self.setup.sizes, itemsize)
 
     def _transfer(self, copies: Sequence[Copy], kind: int) -> None:
-        ranks, build = (
-            range(self.setup.ranks),
-            TransferSchedule.of_return if kind == REDUCE else TransferSchedule.of_fetch,
-        )
+        ranks = range(self.setup.ranks)
         for rank in ranks:
-            steps = build(copies, rank, domain=ranks, elements=sum(self.setup.sizes))
+            schedule = TransferSchedule.of(
+                copies, rank, domain=ranks, elements=sum(self.setup.sizes), sums=kind == REDUCE
+            )
             signals = Signals(
                 rank=rank,
                 progress_at={r: self.bases[r] + self.progress for r in ranks},
@@ -157,12 +191,9 @@ class Script:
                 failure=self.bases[rank] + self.failure,
                 timeout=20.0,
             )
-            sums, itemsize = (True, 4) if kind == REDUCE else (False, 2)
-            memory = list(map(self._extents, steps.places))
-            program = Program(steps, memory, signals=signals, itemsize=itemsize, sums=sums)
-            assert len(program) <= PROGRAM
-            data = program.at(self.bases[rank] + self.program, begin=self.begin)
-            if steps.peers:
+            data = assemble(schedule, self._memory(rank, kind), signals, begin=self.begin)
+            assert len(data) <= PROGRAM
+            if rank in schedule.participants:
                 self._do(
                     rank,
                     kind,
@@ -170,7 +201,7 @@ class Script:
                     values=torch.from_numpy(data),
                     number=self._number,
                 )
-        self.begin, self._number = self.begin + steps.num_steps + 1, self._number + 1
+        self.begin, self._number = self.begin + schedule.num_steps + 1, self._number + 1
 
     def iteration(self, copies: Sequence[Copy]) -> None:
         """New weights; to the replicas, and checked; new gradients; home, written over by the next backward as soon as

@@ -82,7 +82,13 @@ class VirtualRanks:
             begin = op.address - self.script.bases[rank]
             self._memory[rank, begin : begin + len(op.data)].copy_(op.data)
         headers = np.concatenate([op.program[: TRANSFER.itemsize] for op in operations])
-        at = torch.from_numpy(headers).to(self._memory.device)
+        at = torch.empty(len(headers), dtype=torch.uint8, device=self._memory.device)
+        # Items and sources lie at offsets from their own header.
+        for number, header in enumerate(headers.view(TRANSFER)):
+            moved = operations[number].address - at.data_ptr() - number * TRANSFER.itemsize
+            header["steps"]["items"] += np.uint64(moved % 2**64)
+            header["steps"]["sources"] += np.uint64(moved % 2**64)
+        at.copy_(torch.from_numpy(headers))
         name = "fssdp_reduce" if kind == REDUCE else "fssdp_gather"
         self._launch("fssdp_synchronize", at, ranks=len(operations), threads=WARP, blocks=1)
         self._launch(name, at, ranks=len(operations), threads=THREADS, blocks=self._blocks)
