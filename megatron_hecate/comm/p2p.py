@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from megatron_hecate.comm.collectives import TransferError
-from megatron_hecate.comm.transfer import Stopwatch, Transfer
+from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan, chunks_in
 from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.faults import under_way
@@ -36,16 +36,14 @@ class P2P:
         group: process group of the ranks.
         timeout: seconds to wait for a peer. With NCCL the group's own timeout applies: a shorter
             wait would need the host, which then could not run ahead of the stream.
-        can_time: True if fetches can be timed, the same on all ranks; False with `has_one_queue`.
     """
 
     name = "p2p"
     scatters = False
 
-    def __init__(self, group: dist.ProcessGroup, *, timeout: float, can_time: bool = True) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
         self.group = group
         self.timeout = timeout
-        self._can_time = can_time
         self._num_transfers = 0
         self._staging = torch.empty(0, dtype=torch.uint8)
         # Chunks of the staging buffer by number, elements and data type.
@@ -91,18 +89,11 @@ class P2P:
         slots: Sequence[Tensor],
         *,
         label: str,
-        timed: bool = False,
     ) -> Transfer:
         """Begin a spAG: post all messages now; they have completed when `Transfer.wait` returns."""
-        device = homes[0][0].device
-        watch = Stopwatch(device) if timed and self._can_time else None
-        tag = self.next_tag()
-        messages = self.batch(tag, what="spAG", label=label)
+        messages = self.batch(self.next_tag(), what="spAG", label=label)
 
         def steps() -> Iterator[None]:
-            if watch is not None:
-                self.meet(plan, device, tag=tag, label=label)
-                watch.mark("begin")
             for index, rank in plan.sends:
                 for tensor in homes[index]:
                     messages.send(tensor.detach().contiguous().view(-1), rank)
@@ -114,21 +105,7 @@ class P2P:
             yield
             messages.finish()
 
-        return Transfer(steps(), device, what="spAG", label=label, watch=watch)
-
-    def meet(self, plan: TransferPlan, device: torch.device, *, tag: int, label: str) -> None:
-        """Wait on the current stream until all ranks of ``plan`` arrive (a barrier).
-
-        Each rank sends one byte to every other rank that has a copy to send or to receive.
-        """
-        ranks = {copy.home for copy in plan.copies} | {copy.rank for copy in plan.copies}
-        messages = self.batch(tag, what="spAG", label=label)
-        if plan.rank in ranks:
-            for rank in sorted(ranks - {plan.rank}):
-                messages.send(torch.zeros(1, dtype=torch.uint8, device=device), rank)
-                messages.receive(torch.empty(1, dtype=torch.uint8, device=device), rank)
-        messages.start()
-        messages.finish()
+        return Transfer(steps(), homes[0][0].device, what="spAG", label=label)
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str

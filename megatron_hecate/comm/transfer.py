@@ -1,14 +1,12 @@
-"""A transfer that runs in the background, the same for every transport, and its duration."""
+"""A transfer that runs in the background, the same for every transport."""
 
 from __future__ import annotations
 
 import functools
 import os
-import time
 from collections.abc import Iterator
 from concurrent import futures
 from concurrent.futures import Future
-from typing import Any
 
 import torch
 
@@ -33,9 +31,6 @@ class Transfer:
         device: device of the memory that is moved.
         what: "spAG" or "spRS".
         label: name of the layer.
-        watch: stopwatch whose "begin" is marked by ``steps`` once all peers have arrived, and whose
-            "end" is marked by the transfer. A transfer whose end is enqueued by `wait` cannot be
-            timed.
         previous: future to wait for first. Without CUDA, for transfers that take the host's time:
             all steps run in a thread once ``previous`` is done.
     """
@@ -47,7 +42,6 @@ class Transfer:
         *,
         what: str,
         label: str,
-        watch: Stopwatch | None = None,
         previous: Future[None] | None = None,
     ) -> None:
         self.what = what
@@ -56,16 +50,12 @@ class Transfer:
         self.ended: Future[None] | None = None
         self._steps = steps
         self._failed = False
-        # ``None`` without a measured duration.
-        self.watch = watch
         self._stream: torch.cuda.Stream | None = None
         self._enqueued: torch.cuda.Event | None = None
         with trace.span(f"{what} start", label):
             if device.type == "cuda":
                 self._start_on_stream(device)
-            # The works of gloo do not report when they complete, so a transfer that is timed needs
-            # a thread that waits for them.
-            elif previous is not None or watch is not None:
+            elif previous is not None:
                 self.ended = self._run_in_thread(previous)
             else:
                 next(steps, None)
@@ -76,20 +66,16 @@ class Transfer:
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             marker = object()
-            if has_one_queue() and next(self._steps, marker) is not marker:
-                self.watch = None
-            else:
+            if not has_one_queue() or next(self._steps, marker) is marker:
                 self._enqueue_rest(self._stream)
 
     def _enqueue_rest(self, stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
             for _ in self._steps:
                 pass
-            if self.watch is not None:
-                self.watch.mark("end")
             self._enqueued = stream.record_event()
 
-    def _run_in_thread(self, previous: Future[None] | None) -> Future[None]:
+    def _run_in_thread(self, previous: Future[None]) -> Future[None]:
         """Run all steps in a background thread, for which `wait` then waits.
 
         Returns:
@@ -98,17 +84,13 @@ class Transfer:
         # Captured before `_steps` is replaced below, which may be earlier than the thread's start.
         steps = self._steps
         ended: Future[None] = Future()
-        watch = self.watch
 
         def run() -> None:
             try:
-                if previous is not None:
-                    futures.wait([previous])
+                futures.wait([previous])
                 with torch.no_grad():
                     for _ in steps:
                         pass
-                if watch is not None:
-                    watch.mark("end")
             except BaseException as error:
                 ended.set_exception(error)
             else:
@@ -141,42 +123,6 @@ class Transfer:
             except BaseException:
                 self._failed = True
                 raise
-
-
-class Stopwatch:
-    """Two moments, "begin" and "end", on a stream or on the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._moments: dict[str, Any] = {}
-
-    def mark(self, when: str) -> None:
-        """Record the moment ``when``, "begin" or "end", on the current stream or the host."""
-        if self._on_gpu:
-            self._moments[when] = torch.cuda.Event(enable_timing=True)
-            self._moments[when].record()
-        else:
-            self._moments[when] = time.perf_counter()
-
-    @property
-    def begun(self) -> bool:
-        """True if "begin" was marked."""
-        return "begin" in self._moments
-
-    @property
-    def ended(self) -> bool:
-        """True if "end" was marked."""
-        return "end" in self._moments
-
-    @property
-    def seconds(self) -> float | None:
-        """Seconds from "begin" to "end"; ``None`` while "end" has not been reached."""
-        if not self.ended:
-            return None
-        begin, end = self._moments["begin"], self._moments["end"]
-        if not self._on_gpu:
-            return end - begin
-        return begin.elapsed_time(end) / 1e3 if end.query() else None
 
 
 def has_one_queue() -> bool:

@@ -235,7 +235,6 @@ class Transport(Protocol):
         slots: Sequence[Tensor],
         *,
         label: str,
-        timed: bool = False,
     ) -> Transfer:
         """Begin a spAG.
 
@@ -246,8 +245,6 @@ class Transport(Protocol):
             slots: chunk of every slot, of the same data type, in the memory of `allocate`; no other
                 writer until the transfer is over.
             label: name of the layer.
-            timed: True to measure by `Transfer.watch`; the same on all ranks. The time that this
-                rank waits for other ranks to begin is not part of it.
 
         Raises (also from `Transfer.wait`):
             TransferError: a peer died or did not answer in time. Not raised for messages of NCCL,

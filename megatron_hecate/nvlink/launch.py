@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -39,9 +38,7 @@ class TransferKernels(Kernels):
         else:
             self.blocks = dict.fromkeys(UNDER_WAY, 1)
 
-    def run(
-        self, name: str, program: np.ndarray, *, ranks: int, met: Callable[[], None] = lambda: None
-    ) -> None:
+    def run(self, name: str, program: np.ndarray, *, ranks: int) -> None:
         """Run all steps of a transfer by the kernel ``name``, after a barrier with its peers.
 
         A kernel of one small thread block waits for the peers, so that the many blocks of the
@@ -51,7 +48,6 @@ class TransferKernels(Kernels):
             name: kernel.
             program: see `program.assemble`.
             ranks: number of ranks of the domain.
-            met: called when the barrier is over, or enqueued.
         """
         table = torch.empty(len(program), dtype=torch.uint8, device=self._device)
         self._upload(program, table)
@@ -60,7 +56,6 @@ class TransferKernels(Kernels):
         self.launch(
             "fssdp_synchronize", ctypes.c_void_p(table.data_ptr()), blocks=1, threads=threads
         )
-        met()
         self.run_at(name, table)
 
     def run_at(self, name: str, table: Tensor, *, blocks: int | None = None) -> None:

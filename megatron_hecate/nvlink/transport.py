@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.transfer import Stopwatch, Transfer
+from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan
 from megatron_hecate.nvlink.chunks import CACHED, SEND, SLOT, STRIPE, Part
 from megatron_hecate.nvlink.domains import (
@@ -53,7 +53,6 @@ class _Job:
         sent: send buffer, uint8.
         stripes: stripe buffers, uint8.
         domains: number of ranks of each NVLink domain.
-        watch: stopwatch whose "begin" is marked when all participants have arrived.
     """
 
     what: str
@@ -63,12 +62,6 @@ class _Job:
     sent: Tensor
     stripes: Tensor
     domains: tuple[int, ...]
-    watch: Stopwatch | None = None
-
-    def mark_begin(self) -> None:
-        """Mark the "begin" of the stopwatch, unless it is marked or there is no stopwatch."""
-        if self.watch is not None and not self.watch.begun:
-            self.watch.mark("begin")
 
     def part(self, part: Part) -> Tensor:
         """Return the elements of ``part``, which is on this rank."""
@@ -180,7 +173,6 @@ class NVLink:
         slots: Sequence[Tensor],
         *,
         label: str,
-        timed: bool = False,
     ) -> Transfer:
         """Begin a spAG. ``slots`` have the same offsets in the memory of all ranks."""
         # The kernels read parameters by address, without strides.
@@ -188,17 +180,9 @@ class NVLink:
             if not all(tensor.is_contiguous() for tensor in homes[index]):
                 raise ValueError(f"{label}: parameters of own expert {index} are not contiguous")
         stages = self._stages(plan, elements=len(slots[0]), sums=False)
-        device = self._memory_of_peers().device
-        watch = Stopwatch(device) if timed else None
         own_homes = {index: homes[index] for index in plan.replicated}
-        job = self._job("spAG", label, own_homes, slots, watch)
-        runs = self._prepare_runs(stages, job)
-        # In one domain the barrier of the kernel is enough.
-        if timed and len(stages) > 1:
-            tag = self._between.next_tag()
-            meet = functools.partial(self._between.meet, plan, device, tag=tag, label=label)
-            runs = [meet, job.mark_begin, *runs]
-        return self._start(runs, what="spAG", label=label, watch=watch)
+        job = self._job("spAG", label, own_homes, slots)
+        return self._start(self._prepare_runs(stages, job), what="spAG", label=label)
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
@@ -251,7 +235,6 @@ class NVLink:
         *,
         what: str,
         label: str,
-        watch: Stopwatch | None = None,
     ) -> Transfer:
         """Start a transfer; on CPU ranks after the transfers started before.
 
@@ -261,7 +244,6 @@ class NVLink:
             finish: work that is left to `Transfer.wait` where it splits the steps.
             what: as for `Transfer`.
             label: as for `Transfer`.
-            watch: as for `Transfer`.
         """
 
         def steps() -> Iterator[None]:
@@ -272,9 +254,7 @@ class NVLink:
                 finish()
 
         device = self._memory_of_peers().device
-        transfer = Transfer(
-            steps(), device, what=what, label=label, watch=watch, previous=self._ended
-        )
+        transfer = Transfer(steps(), device, what=what, label=label, previous=self._ended)
         if transfer.ended is not None:
             self._ended = transfer.ended
         return transfer
@@ -285,15 +265,9 @@ class NVLink:
         )
 
     def _job(
-        self,
-        what: str,
-        label: str,
-        homes: Mapping[int, Sequence[Tensor]],
-        slots: Sequence[Tensor],
-        watch: Stopwatch | None = None,
+        self, what: str, label: str, homes: Mapping[int, Sequence[Tensor]], slots: Sequence[Tensor]
     ) -> _Job:
-        buffers = (slots, self._sent, self._stripes)
-        return _Job(what, label, homes, *buffers, self._domain_sizes, watch)
+        return _Job(what, label, homes, slots, self._sent, self._stripes, self._domain_sizes)
 
     def _memory_of_peers(self) -> Peers:
         assert self._peers is not None, "allocate was not called"
@@ -340,7 +314,7 @@ class NVLink:
         if begin // REFRESH != self._begin // REFRESH:
             schedule = dataclasses.replace(schedule, participants=frozenset(peers.ranks))
         if self._rank not in schedule.participants:
-            return job.mark_begin
+            return lambda: None
         peers.remember(
             begin,
             f"{job.label}: {job.what} failed on rank {self._rank} of {self.group.size()} (timeout "
@@ -358,7 +332,7 @@ class NVLink:
         name = "fssdp_reduce" if job.what == "spRS" else "fssdp_gather"
         if peers.failure is None:
             try:
-                self._kernels.run(name, program, ranks=len(peers.ranks), met=job.mark_begin)
+                self._kernels.run(name, program, ranks=len(peers.ranks))
             except RuntimeError:
                 # The barrier of the peers timed out, which ends the CUDA context.
                 if peers.failure is None:

@@ -35,7 +35,7 @@ class LayerRecorder(StepEvents):
 
     Args:
         states: states of the stage's layers.
-        meter: measured times of copies and of the compute that hides copies.
+        meter: measured time of the compute that hides copies.
         clock: clock of the model.
         folder: folder of the record, if the configuration asks for one.
         collect: see `StageRecorder`.
@@ -149,9 +149,8 @@ class LayerRecorder(StepEvents):
                 where they are counted ([N * M * L] in the order of `TokenCounts`); summed over the
                 group.
         """
-        times = self._meter.window, self._meter.copy
-        seconds = [np.nan if number is None else number for number in times]
-        build = functools.partial(self._columns, load, measured, self._placed, seconds)
+        window = np.nan if self._meter.window is None else self._meter.window
+        build = functools.partial(self._columns, load, measured, self._placed, window)
         self.stage.take(self._number, build)
 
     def _columns(
@@ -159,7 +158,7 @@ class LayerRecorder(StepEvents):
         load: np.ndarray,
         measured: np.ndarray,
         placed: Sequence[tuple[Placement, Placement]],
-        seconds: Sequence[float],
+        window: float,
     ) -> Columns:
         """Compute the columns of one iteration.
 
@@ -167,17 +166,15 @@ class LayerRecorder(StepEvents):
             load: see `take`.
             measured: see `take`.
             placed: placements of each layer without and with late replicas.
-            seconds: seconds that hide copies, and of a copy; NaN if not measured.
+            window: seconds that hide copies; NaN if not measured.
         """
         config = self._states[0].config
         placements = [placement for _, placement in placed]
-        window, copy = (np.full(len(placements), number) for number in seconds)
         columns: dict[str, Any] = {
             "load": load,
             "replica": np.stack([_slots(placement, config.slots) for placement in placements]),
             "late": np.array([(p.holders & ~planned.holders).sum() for planned, p in placed]),
-            "window": window,
-            "copy": copy,
+            "window": np.full(len(placements), window),
         }
         if config.rehome:
             columns["home"] = np.stack([placement.home for placement in placements])

@@ -107,7 +107,7 @@ def stage_metrics(
         ]
     )
     computed = columns.get("rank_load", routed)
-    names = [name for name in ("load", "replica", "window", "copy", "home") if name in columns]
+    names = [name for name in ("load", "replica", "window", "home") if name in columns]
     row = {name: columns[name][None] for name in names}
     prices = PricedRecord(RunRecord(info=info, iteration=np.zeros(1), time=np.zeros(1), **row))
     costs = prices.costs
@@ -119,8 +119,8 @@ def stage_metrics(
     replicas = (columns["replica"] != EMPTY).sum(axis=(1, 2))
     bytes_per_replica = shape.fetches * shape.expert_bytes + shape.returns * shape.grad_bytes
     copying = prices.copying_ms[0]
-    # Modelled copies are left out: the share is logged as measured.
-    is_measured = ~np.isnan(columns["copy"]) & (copying > 0)
+    # Modelled windows are left out: the share is logged as measured.
+    is_measured = ~np.isnan(columns["window"]) & (copying > 0)
     metrics |= {
         "replicas": replicas,
         "late_replicas": columns["late"],

@@ -1,7 +1,7 @@
 """Price of the replicas in a record: copies, hidden or not, routing, computing besides tokens.
 
-Replicas are counted. Copies and the windows that hide them are measured where the record holds
-them, and otherwise from `plan`'s cost model, with the sizes and speeds in the record.
+Replicas are counted. Copies have the times of `plan`'s cost model, with the sizes and speeds in the
+record; the windows that hide them are measured where the record holds them.
 Letters in shapes: T iterations, L layers, N ranks, E experts, S slots.
 """
 
@@ -101,38 +101,18 @@ class PricedRecord:
         return (replica != EMPTY).sum(axis=3)
 
     @cached_property
-    def most_copies(self) -> np.ndarray:
-        """Replicas that one rank receives or sends, maximum over ranks, [T, L]."""
-        replica = self.record.replica
-        sends = np.zeros_like(self.replicas)
-        if replica is not None:
-            iteration, layer, _ = np.nonzero(replica.reshape(*replica.shape[:2], -1) != EMPTY)
-            sender = self.home[iteration, layer, replica[replica != EMPTY]]
-            np.add.at(sends, (iteration, layer, sender), 1)
-        return np.maximum(sends, self.replicas).max(axis=2)
-
-    @cached_property
     def _both_ways_ms(self) -> np.ndarray:
         """Time of fetches and of returns, hidden or not, [2, T, L] ms.
 
-        Derived from the measured time of a copy where there is one, otherwise from the cost model.
-        Both are the times of the busiest link.
+        Modelled: the times of the busiest link.
         """
         times_ms = np.zeros((2, *self.record.load.shape[:2]))
         replica = self.record.replica
         if self.costs is None or replica is None:
             return times_ms
-        shape = self.costs.shape
-        # A measured copy is one of weights; a gradient has another size.
-        times = np.array([shape.fetches, shape.returns * shape.grad_bytes / shape.expert_bytes])
-        copy = self.record.copy
-        if copy is None:
-            times_ms += np.nan
-        else:
-            times_ms += 1e3 * times[:, None, None] * copy * self.most_copies
         # Most placements recur, so each is modelled once.
         modelled: dict[bytes, float] = {}
-        for index in zip(*np.nonzero(np.isnan(times_ms[0])), strict=True):
+        for index in np.ndindex(times_ms[0].shape):
             slots = np.ascontiguousarray(replica[index], dtype=np.int64)
             home = self.home[index]
             key = slots.tobytes() + home.tobytes()
@@ -191,12 +171,7 @@ class PricedRecord:
         """
         if self.costs is None:
             return self.copying_ms
-        # Share of a copy's measured time in which it transfers, and does not wait for its peer.
-        transfers: Any = 1.0
-        if self.record.copy is not None:
-            modelled = self.costs.shape.fetch_seconds(self.costs.world)
-            transfers = np.fmin(modelled / self.record.copy, 1)
         exposed = self.copying_ms - self.hidden_ms
-        contention = self.costs.copy.contention * transfers * self.hidden_ms
+        contention = self.costs.copy.contention * self.hidden_ms
         fixed = self.costs.routing_ms * self.replicas.any(axis=2)
         return exposed + contention + fixed + self.costs.computing_ms * self.replicas.max(axis=2)

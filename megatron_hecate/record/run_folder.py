@@ -48,7 +48,6 @@ COLUMNS: dict[str, str] = {
     "rank_load": "<u4",
     "crossing": "<u4",
     "window": "<f4",
-    "copy": "<f4",
 }
 # Columns with one value per iteration.
 TIMES = ("iteration", "time")
@@ -122,8 +121,6 @@ class RunRecord:
             if not counted.
         window: measured time from a layer's attention to its experts, which hides copies, [T, L]
             seconds; NaN before the first measurement.
-        copy: measured time of one copy of weights, [T, L] seconds; NaN before the first
-            measurement.
         home: rank of each expert's home, [T, L, E] int64; ``None`` if experts stay at their
             original homes.
     """
@@ -141,7 +138,6 @@ class RunRecord:
     rank_load: np.ndarray | None = None
     crossing: np.ndarray | None = None
     window: np.ndarray | None = None
-    copy: np.ndarray | None = None
 
 
 def row_type(columns: Mapping[str, Sequence[int]]) -> np.dtype:

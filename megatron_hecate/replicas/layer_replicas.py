@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device.direct_apply import direct_apply
 from megatron_hecate.plan import Placement
@@ -34,7 +33,6 @@ class Replicas:
             each iteration makes an object of its own.
         passes: passes of one microbatch through the layer.
         events: listener to the backwards.
-        meter: timer of the fetches, where it times copies.
     """
 
     def __init__(
@@ -45,7 +43,6 @@ class Replicas:
         *,
         events: BackwardEvents,
         passes: int = 1,
-        meter: OverlapMeter | None = None,
     ) -> None:
         slots.check()
         self.slots = slots
@@ -57,7 +54,6 @@ class Replicas:
         self.are_kept = slots.pool.lifetime == "iteration"
         self.placement = placement
         self.transfers = transfers
-        self._meter = meter
         self.buffer = slots.pool.weights(slots.index)
         self._grad_buffer = slots.pool.grads(slots.index)
         self.state = ReplicaState.EMPTY
@@ -109,19 +105,13 @@ class Replicas:
     def _fetch(self, transfers: TransferPlan) -> None:
         slots = self.slots
         slots.experts.wait_for_values()
-        timed = self._meter is not None and self._meter.times_copies
         self.buffer.transfer = slots.pool.transport.fetch(
             transfers,
             slots.experts.stored(),
             self.buffer.weights(slots.sizes),
             label=self.label,
-            timed=timed,
         )
         self._become(ReplicaState.FETCHING)
-        if self._meter is not None and timed:
-            self._meter.follow(
-                self.buffer.transfer, max(len(transfers.sends), len(transfers.receives))
-            )
 
     def add_late(self, placement: Placement, transfers: TransferPlan) -> None:
         """Change the placement and fetch the new replicas.

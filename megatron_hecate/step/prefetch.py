@@ -277,7 +277,6 @@ class Prefetcher(Uncopied, StepEvents):
             state.current.transfers,
             passes=state.parts.passes,
             events=self,
-            meter=self.meter,
         )
         replicas.start()
         return replicas
@@ -332,8 +331,6 @@ class Prefetcher(Uncopied, StepEvents):
             self.returns.begin_iteration(self.clock.microbatches)
         here.iteration = iteration
         self.pool.reset(self.clock.ended_because)
-        if any(state.current.transfers is not None for state in self.states):
-            self.meter.fetched()
         for state in self.states:
             state.abandon()
         self.monitor.finish_reduce()

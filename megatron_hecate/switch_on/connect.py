@@ -7,7 +7,6 @@ before training relies on it.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import socket
 from collections.abc import Mapping, Sequence
@@ -19,7 +18,6 @@ import torch.distributed as dist
 from megatron_hecate.comm.agreement import shorten
 from megatron_hecate.comm.device import device_of_rank, on_gpus
 from megatron_hecate.comm.groups import DEFAULT_CTAS, NcclSettings, new_group
-from megatron_hecate.comm.overlap import explain_exposed
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.problems import collect
 from megatron_hecate.comm.transfer import has_one_queue
@@ -34,6 +32,11 @@ from megatron_hecate.nvlink.selftest import self_test
 from megatron_hecate.nvlink.transport import NVLink
 
 LABEL = "fssdp transfers"
+ONE_QUEUE = (
+    "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of all streams in one queue, where less of a "
+    "transfer overlaps with compute (docs/gpu.md). Unset it, or set 32, where Megatron allows "
+    "that: on Blackwell, or without tensor and context parallelism"
+)
 
 Group = tuple[int, ...]  # ranks of the job, ascending
 Domains = list[list[int]]  # NVLink domains of a group, as numbers of its ranks
@@ -91,14 +94,12 @@ def connect(
         return Connection(name, why, {}, {})
     has_pairs = name == P2P.name or job["across"]
     nccl = NcclSettings(nccl_ctas, pairs=has_pairs) if on_gpus() else None
-    # With one hardware queue `Transfer.wait` enqueues the end of a fetch, which hides its duration.
-    make_p2p = functools.partial(P2P, timeout=timeout, can_time=not job["one queue"])
     free = _free_bytes()
     transports: dict[Group, Transport] = {}
     for group, (_, domains) in layouts.items():
         everyone = new_group(group, description=LABEL, timeout=timeout, nccl=nccl)
         if name == P2P.name:
-            transports[group] = make_p2p(everyone)
+            transports[group] = P2P(everyone, timeout=timeout)
         else:
             transports[group] = _make_nvlink(everyone, domains, nccl, timeout=timeout)
     nccl_bytes = max(0, free - _free_bytes())
@@ -113,8 +114,7 @@ def connect(
     if failures:
         problems += [f"transport={request!r} failed its self-test: {text}" for text in failures]
         transports = {}
-    is_told = dist.get_rank() == 0 and job["one queue"]
-    exposed = explain_exposed(name, across_domains=job["across"]) if is_told else ""
+    exposed = ONE_QUEUE if dist.get_rank() == 0 and job["one queue"] else ""
     nodes = {group: nodes for group, (nodes, _) in layouts.items()}
     return Connection(name, why, nodes, transports, exposed, nccl_bytes)
 

@@ -7,6 +7,7 @@ import io
 import os
 import signal
 import time
+from concurrent.futures import Future
 
 import pytest
 import torch
@@ -39,6 +40,18 @@ def _fetch(layer: Layer, plan: TransferPlan) -> Transfer:
 
 def _return(layer: Layer, plan: TransferPlan) -> Transfer:
     return layer.give_back(plan, Reference(0), Sums([[torch.zeros(ELEMENTS)]] * 2, direct=True))
+
+
+@pytest.mark.fast
+def test_what_a_thread_raises_is_raised_where_its_transfer_is_waited_for() -> None:
+    previous: Future[None] = Future()
+    previous.set_result(None)
+    steps = map({}.__getitem__, ["lost"])
+    transfer = Transfer(steps, CPU, what="spRS", label="layer 1", previous=previous)
+    with pytest.raises(KeyError, match="lost"):
+        transfer.wait()
+    with pytest.raises(RuntimeError, match="layer 1: this spRS failed before"):
+        transfer.wait()
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)

@@ -7,7 +7,6 @@ differ or the test hangs. In one NVLink domain both transports are held to the s
 from __future__ import annotations
 
 import random
-import time
 
 import pytest
 import torch
@@ -25,11 +24,9 @@ from one_layer import (
     make_transport,
 )
 from ranks import ranks
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.comm.p2p import _arriving
-from megatron_hecate.comm.transfer import Stopwatch
-from megatron_hecate.comm.transport import Copy, TransferPlan, Transport
+from megatron_hecate.comm.transport import TransferPlan, Transport
 
 APART = ((0, 1), (2, 3))
 UNEVEN = ((0, 2), (1,), (3,))
@@ -84,7 +81,7 @@ def _random_schedule(transport: Transport, rng: random.Random) -> None:
                 early = TransferPlan(
                     layer.rank, tuple(copy for copy in late.copies if copy in chosen)
                 )
-                transfer = layer.fetch(early, reference, timed=rng.random() < 0.3)
+                transfer = layer.fetch(early, reference)
                 if rng.random() < 0.5:
                     transfer.wait()
                 if rng.random() < 0.5:
@@ -138,34 +135,3 @@ def test_what_our_kernels_cannot_move_is_named() -> None:
 def test_gradients_that_arrive_at_once(elements: int, count: int) -> None:
     """What fits into 256 MiB, four at most, worked out by hand."""
     assert _arriving(elements, torch.float32) == count
-
-
-@pytest.mark.parametrize(
-    ("name", "domains"),
-    [("p2p", ()), ("nvlink", ()), ("nvlink", APART)],
-    ids=["p2p", "one domain", "two domains"],
-)
-@ranks(4)
-def test_being_late_is_not_copying(name: str, domains: tuple) -> None:
-    """A fetch is timed from when all that take part have come: oracle, a note that rank 2 leaves in the store before it
-    begins. It and rank 1 have a replica of the same expert, rank 3 has nothing. Each rank has a time in the end."""
-    (layer,) = allocate(make_transport(name, domains), CPU, torch.float32)
-    store, mark, looked = _get_default_store(), Stopwatch.mark, []
-
-    def look(watch: Stopwatch, when: str) -> None:
-        mark(watch, when)
-        if when == "begin":
-            looked.append(store.check(["late rank has come"]))
-
-    Stopwatch.mark = look
-    dist.barrier()
-    if layer.rank == 2:
-        time.sleep(1)
-        store.set("late rank has come", "")
-    reference, plan = Reference(0), TransferPlan(layer.rank, (Copy(0, 0, 1, 0), Copy(0, 0, 2, 0)))
-    transfer = layer.fetch(plan, reference, timed=True)
-    transfer.wait()
-    layer.check_weights(plan, reference)
-    assert transfer.watch.seconds >= 0
-    assert looked == [True] or (layer.rank == 3 and len(looked) == 1), looked
-    dist.barrier()  # rank 0 may serve the store

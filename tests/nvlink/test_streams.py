@@ -19,9 +19,8 @@ from stream_order import Record, Wait, Work
 
 from megatron_hecate.comm import groups, transfer
 from megatron_hecate.comm.groups import NcclSettings
-from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.transfer import Stopwatch, Transfer
+from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
 from megatron_hecate.faults import under_way
 
@@ -70,18 +69,14 @@ def _forget_streams_and_works() -> Iterator[None]:
     under_way.forget()
 
 
-def _transfer(gpu: _Gpu, *, waits: bool, timed: bool = False) -> Transfer:
-    watch = Stopwatch(GPU) if timed else None
-
+def _transfer(gpu: _Gpu, *, waits: bool) -> Transfer:
     def steps() -> Iterator[None]:
-        if watch is not None:
-            watch.mark("begin")
         gpu.do("posts")
         if waits:
             yield
             gpu.do("waits for messages")
 
-    return Transfer(steps(), GPU, what="spAG", label="layer 1", watch=watch)
+    return Transfer(steps(), GPU, what="spAG", label="layer 1")
 
 
 def test_the_stream_of_transfers_comes_before_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,20 +97,6 @@ def test_what_is_left_to_the_wait(
     one.wait()
     one.wait()
     assert gpu.calls == start + rest + ["compute waits for transfers"] * 2
-
-
-@pytest.mark.parametrize(("connections", "times"), [("1", False), ("8", True)])
-def test_a_transfer_that_is_left_to_the_wait_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch, connections: str, times: bool
-) -> None:
-    """Its end would be that of the computing beside it."""
-    gpu, meter = _Gpu(monkeypatch, connections), OverlapMeter()
-    one = _transfer(gpu, waits=True, timed=True)
-    meter.follow(one, 1)
-    one.wait()
-    nanoseconds, copies = meter.measured()[2:]
-    assert (one.watch is not None, nanoseconds > 0, copies == 1) == (times,) * 3
-    assert _transfer(gpu, waits=False, timed=True).watch, "one kernel has an end of its own"
 
 
 @pytest.mark.parametrize("connections", ["1", "8"])

@@ -54,7 +54,7 @@ def test_what_was_written_is_read_and_readable_while_it_grows(tmp_path: Path) ->
     assert (record.load == np.stack([_load(iteration) for iteration in range(1, 601)])).all()
     assert record.load.dtype == np.int64
     assert record.replica is None
-    assert record.window is None and record.copy is None
+    assert record.window is None
     (path,) = (tmp_path / "new" / "run").iterdir()
     # Two layers with six loads of 4 bytes, number and time of the iteration, and the checksum.
     assert path.stat().st_size == len(path.open("rb").readline()) + 600 * (2 * 6 * 4 + 8 + 8 + 4)
@@ -80,8 +80,7 @@ def test_all_arrays_of_a_run_with_replicas_of_two_stages(tmp_path: Path) -> None
                 late=rng.integers(0, 3, size),
                 rank_load=rng.integers(0, 4e9, (size, 2)),
                 crossing=rng.integers(0, 100, size),
-                window=rng.uniform(0, 1, size).astype(np.float32),
-                copy=np.full(size, np.nan if iteration == 20 else 1e-4, np.float32),
+                window=np.full(size, np.nan if iteration == 20 else 1e-4, np.float32),
             )
             writer.append(iteration, time=iteration + stage, **rows[stage, iteration])
         writer.close()
@@ -92,13 +91,13 @@ def test_all_arrays_of_a_run_with_replicas_of_two_stages(tmp_path: Path) -> None
     assert record.iteration.tolist() == list(range(5, 37))
     assert record.time.tolist() == list(range(6, 38))
     for at, (stage, place) in enumerate([(0, 0), (1, 0), (0, 1), (1, 2), (1, 1)]):
-        for name in ("load", "replica", "late", "rank_load", "crossing", "window", "copy"):
+        for name in ("load", "replica", "late", "rank_load", "crossing", "window"):
             written = np.stack([rows[stage, iteration][name][place] for iteration in range(5, 37)])
             found = getattr(record, name)[:, at]
             if name == "load":
                 assert not found[:, written.shape[1] :].any()
                 found = found[:, : written.shape[1]]
-            assert np.array_equal(found, written, equal_nan=name == "copy"), (name, at)
+            assert np.array_equal(found, written, equal_nan=name == "window"), (name, at)
 
 
 def test_a_long_record_is_read_with_gaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,13 +123,13 @@ class Layer:
         self.weights = chunks_in(memory, SLOTS, ELEMENTS, buffer.dtype)
         self.grads = chunks_in(memory[buffer.weight_bytes :], SLOTS, ELEMENTS, buffer.grad_dtype)
 
-    def fetch(self, plan: TransferPlan, reference: Reference, *, timed: bool = False) -> Transfer:
+    def fetch(self, plan: TransferPlan, reference: Reference) -> Transfer:
         homes = [
             [part.to(self.device) for part in reference.parameters(self.rank, i)]
             for i in range(HOMES)
         ]
         self.homes = homes  # they must live until it is over
-        return self.transport.fetch(plan, homes, self.weights, label="layer 1", timed=timed)
+        return self.transport.fetch(plan, homes, self.weights, label="layer 1")
 
     def check_weights(self, plan: TransferPlan, reference: Reference) -> None:
         for copy in plan.copies:

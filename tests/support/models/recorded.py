@@ -79,10 +79,10 @@ def arrays(size: Size, *, seed: int = 0, fssdp: bool = True) -> dict[str, np.nda
             np.rint(np.concatenate([[0], np.cumsum(fair)])).astype(np.int64)
         )
     late = (replica >= 0).any(axis=(2, 3)) * rng.integers(0, 2, (size.num, size.layers))
-    window, copy = rng.uniform(1e-4, 3e-4, (2, size.num, size.layers))  # seconds
-    window[2::3] = copy[2::3] = copy[3::3] = np.nan  # not yet measured, or copies not
+    window = rng.uniform(1e-4, 3e-4, (size.num, size.layers))  # seconds
+    window[2::3] = np.nan  # not yet measured
     found |= {"replica": replica, "rank_load": rank_load, "late": late}
-    return {**found, "window": window, "copy": copy}
+    return {**found, "window": window}
 
 
 def write(
