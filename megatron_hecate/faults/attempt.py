@@ -4,15 +4,17 @@ A job may restart in the same process: after an error, process groups are destro
 is built again, while objects of the abandoned attempt may live on (a traceback references an
 object, or the garbage collector has not run). Therefore everything that acts on its own or is
 numbered consistently across ranks belongs to the attempt, not to the process or to a model:
-threads, listeners of torch's global hooks, counters. All of it ends with the attempt, wherever the
-attempt failed: what acts on its own looks at `Attempt.is_over`, and the next attempt closes the
-previous one first. Several models of one attempt (a policy and a critic) share the attempt.
+threads, listeners of torch's global hooks, counters. All of it ends with the attempt's process
+group, wherever the attempt failed. Several models of one attempt (a policy and a critic) share the
+attempt.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+import threading
+import time
 import traceback
 import weakref
 from collections import Counter
@@ -22,6 +24,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+
+from megatron_hecate.faults.background import BackgroundThread
+
+# Seconds between two polls of the default process group.
+POLL_PAUSE: float = 0.5
+# Seconds between the destruction of the process group and the end of the attempt, unless a new
+# group is created before. A process that is about to exit needs no cleanup.
+LINGER: float = 5.0
 
 
 class Attempt:
@@ -33,6 +43,9 @@ class Attempt:
         self._world = None if world is None else weakref.ref(world)
         self._at_end: list[weakref.WeakMethod[Callable[[], None]]] = []
         self._counts: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        self._watch: BackgroundThread | None = None
 
     @staticmethod
     def current() -> Attempt:
@@ -47,6 +60,8 @@ class Attempt:
     @property
     def is_over(self) -> bool:
         """True once the attempt's default process group has been destroyed or replaced."""
+        if self._closed.is_set():
+            return True
         world = dist.group.WORLD
         # An attempt that started without a process group ends when one is created.
         if self._world is None:
@@ -80,24 +95,42 @@ class Attempt:
         return folder if number == 1 else str(Path(folder, f"model-{number}"))
 
     def at_end(self, method: Callable[[], None]) -> None:
-        """Register a bound ``method`` that the next attempt calls before it begins.
+        """Register a bound ``method`` for the end of the attempt.
 
-        It is dropped if its object is garbage-collected before.
+        It may run in another thread, and is dropped if its object is garbage-collected before.
         """
-        self._at_end = [reference for reference in self._at_end if reference() is not None]
-        self._at_end.append(weakref.WeakMethod(method))
+        with self._lock:
+            self._at_end = [reference for reference in self._at_end if reference() is not None]
+            self._at_end.append(weakref.WeakMethod(method))
+            if self._watch is None and self._world is not None:
+                self._watch = BackgroundThread("attempt", self._close_when_over)
+                self._watch.start()
 
     def close(self) -> None:
         """Run all registered methods, the newest first. Idempotent."""
-        while self._at_end:
-            method = self._at_end.pop()()
-            try:
-                if method is not None:
-                    method()
-            # An error in one method must not keep the other resources alive.
-            except Exception:
-                print("FSSDP: an abandoned attempt could not be ended:", file=sys.stderr)
-                traceback.print_exc()
+        with self._lock:
+            self._closed.set()
+            if self._watch is not None:
+                self._watch.stopping.set()
+            while self._at_end:
+                method = self._at_end.pop()()
+                try:
+                    if method is not None:
+                        method()
+                # An error in one method must not keep the other resources alive.
+                except Exception:
+                    print("FSSDP: an abandoned attempt could not be ended:", file=sys.stderr)
+                    traceback.print_exc()
+
+    def _close_when_over(self) -> None:
+        over_since: float | None = None
+        assert self._watch is not None
+        while not self._watch.stopping.wait(POLL_PAUSE):
+            if not self.is_over:
+                continue
+            over_since = over_since or time.monotonic()
+            if dist.group.WORLD is not None or time.monotonic() - over_since > LINGER:
+                self.close()
 
 
 _current: Attempt | None = None

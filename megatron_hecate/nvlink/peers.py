@@ -81,16 +81,14 @@ class Peers:
         self._is_abandoned = False
         # The thread must not keep the memory alive.
         self._look = functools.partial(_is_over, weakref.ref(self))
-        self._attempt = Attempt.current()
-        self._attempt.at_end(self.abandon)
         if on_gpu:
             self._watch_failures()
+        Attempt.current().at_end(self.abandon)
 
     def _watch_failures(self) -> None:
         """Start a thread that prints on stderr why a kernel timed out, as soon as it has.
 
-        The next CUDA call raises an error that names neither peer nor layer. When the attempt is
-        over, the thread ends all waits: otherwise kernels time out before the next attempt begins.
+        The next CUDA call raises an error that names neither peer nor layer.
         """
         look = self._look
 
@@ -175,8 +173,6 @@ class Peers:
 def _is_over(peers: weakref.ref[Peers]) -> bool:
     """Return True once a kernel timed out, the memory was freed, or the attempt is over."""
     alive = peers()
-    if alive is not None and alive._attempt.is_over and not alive._is_abandoned:
-        alive.abandon()
     return alive is None or alive._is_abandoned or alive.look_for_failure()
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_hecate.faults import attempt as attempts
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.rendezvous import Question
 from megatron_hecate.megatron.global_hooks import listen_to_steps
@@ -33,11 +36,11 @@ def new_groups() -> None:
 
 class _Resource:
     def __init__(self) -> None:
-        self.ended = 0
+        self.ended: list[str] = []
         Attempt.current().at_end(self.end)
 
     def end(self) -> None:
-        self.ended += 1
+        self.ended.append(threading.current_thread().name)
 
 
 class _Listener:
@@ -60,7 +63,7 @@ def test_models_of_one_attempt_share_it() -> None:
     assert [first.count("model"), Attempt.current().count("model")] == [1, 2]
     other = dist.new_group([0])  # further groups come and go within an attempt
     dist.destroy_process_group(other)
-    assert Attempt.current() is first and resource.ended == 0
+    assert Attempt.current() is first and resource.ended == []
 
 
 def test_the_next_attempt_ends_the_one_before_first() -> None:
@@ -69,8 +72,23 @@ def test_the_next_attempt_ends_the_one_before_first() -> None:
     assert first.is_over
     second = Attempt.current()
     assert second is not first and not second.is_over
-    assert resource.ended == 1
+    assert resource.ended == [threading.main_thread().name]
     assert second.count("model") == 1
+
+
+def test_without_a_next_attempt_it_ends_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its groups have gone for good, or others have come that have nothing to do with us."""
+    monkeypatch.setattr(attempts, "POLL_PAUSE", 0.05)
+    monkeypatch.setattr(attempts, "LINGER", 0.4)
+    for then in (lambda: dist.destroy_process_group(), new_groups):
+        if not dist.is_initialized():
+            new_groups()
+        resource = _Resource()
+        began = time.monotonic()
+        then()
+        while not resource.ended and time.monotonic() - began < 10:
+            time.sleep(0.01)
+        assert resource.ended == ["fssdp attempt"]
 
 
 def test_one_that_cannot_end_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,7 +99,7 @@ def test_one_that_cannot_end_does_not_stop_the_others(capsys: pytest.CaptureFixt
     first, broken, last = _Resource(), Broken(), _Resource()
     new_groups()
     Attempt.current()
-    assert (first.ended, broken.ended, last.ended) == (1, 0, 1)
+    assert first.ended and last.ended and broken.ended == []
     assert "disk full" in capsys.readouterr().err
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import checkpoints
 import psutil
@@ -90,14 +91,15 @@ def test_wherever_an_attempt_dies_the_next_one_trains() -> None:
     found = list(_deaths(held=True, stock=False, points=[*restarts.POINTS], times=1))
     for name, left in found:
         _check_flat(name, found[0][1], left)
-    dist.destroy_process_group()
-    # which the rank destroys
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    attempt.Attempt.current()
-    deadline = time.monotonic() + 20
-    while (threads := restarts.our_threads()) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    with mock.patch.object(attempt, "LINGER", 0.5):  # and without a next attempt
+        dist.destroy_process_group()
+        deadline = time.monotonic() + 20
+        while (threads := restarts.our_threads()) and time.monotonic() < deadline:
+            time.sleep(0.1)
     assert not threads
+    dist.init_process_group(
+        "gloo", store=dist.HashStore(), rank=0, world_size=1
+    )  # which the rank destroys
 
 
 @pytest.mark.slow
