@@ -10,10 +10,8 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from megatron_hecate.comm.collectives import gather_rows
 from megatron_hecate.comm.rank_0 import environment_number, refer_to_rank_0
 from megatron_hecate.faults.rendezvous import Question
 
@@ -161,28 +159,3 @@ def refuse(problems: Iterable[str]) -> None:
     """Raise a `SwitchOnError` that lists all ``problems``, if there are any."""
     if listed := list(problems):
         raise SwitchOnError(listed)
-
-
-def assert_same(number: int, group: dist.ProcessGroup, *, label: str, timeout: float) -> None:
-    """Assert that all ranks of ``group`` hold the same fingerprint. Collective.
-
-    Args:
-        number: 64-bit fingerprint of a result that every rank computes by itself.
-        group: the ranks to compare.
-        label: name of the layer, for errors.
-        timeout: seconds.
-
-    Raises:
-        AssertionError: if fingerprints differ; lists all of the ranks' fingerprints.
-        TransferError: when a rank does not take part within ``timeout`` seconds.
-    """
-    fingerprint = torch.tensor([number], dtype=torch.int64)
-    if dist.get_backend(group) == "nccl":
-        fingerprint = fingerprint.cuda()
-    numbers = gather_rows(fingerprint, group, what="comparing plans", label=label, timeout=timeout)
-    fingerprints = numbers.flatten().tolist()
-    if len(set(fingerprints)) > 1:
-        raise AssertionError(
-            f"{label}: ranks of {dist.get_process_group_ranks(group)} planned differently: "
-            f"{fingerprints}"
-        )

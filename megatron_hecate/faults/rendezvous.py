@@ -120,7 +120,7 @@ class Question:
             raise _too_late(0, outcome["missing"], self.timeout)
         if "failed" in outcome:
             raise RuntimeError(
-                f"FSSDP: rank 0 failed while it evaluated the notes of all ranks: "
+                f"FSSDP: rank 0 failed while it evaluated the messages of all ranks: "
                 f"{outcome['failed']}"
             )
         return outcome["decision"]

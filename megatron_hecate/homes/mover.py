@@ -6,6 +6,7 @@ and all ranks agree on the resulting homes: an error before that leaves the old 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch.optim.optimizer import Optimizer
 
 from megatron_hecate import trace
-from megatron_hecate.comm.agreement import assert_same
+from megatron_hecate.comm.collectives import gather_objects
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.homes.exchange import Relocation
 from megatron_hecate.homes.optimizer_state import StateOnRanks
@@ -95,15 +96,16 @@ class Homes:
             ValueError: for an optimizer's state that cannot move.
             TransferError: when a rank dies or does not take part in time.
         """
-        # equal in every process because it is a hash of integers
-        fingerprint = hash(tuple(state.homes.fingerprint for state in self._states))
-        try:
-            assert_same(fingerprint, self._group, label="homes", timeout=self._timeout)
-        except AssertionError as error:
+        homes = np.concatenate([_order_of(state.homes) for state in self._states])
+        hashes = gather_objects(
+            zlib.crc32(homes.tobytes()), self._group, what="comparing homes", label="homes"
+        )
+        if len(set(hashes)) > 1:
+            ranks = dist.get_process_group_ranks(self._group)
             raise RuntimeError(
                 "FSSDP: experts have moved on some ranks only; restart from the last checkpoint. "
-                f"{error}"
-            ) from error
+                f"Hashes of the homes on ranks {ranks}: {hashes}"
+            )
         for state, order in zip(self._states, orders, strict=True):
             if _differ(order, _order_of(state.homes)):
                 self._move_layer(state, order)
@@ -139,8 +141,8 @@ class Homes:
             on_ranks.move(*move, relocation)
         with torch.no_grad():
             relocation.exchange()
-            # Also a barrier: no rank writes before all ranks have received everything.
-            assert_same(homes.fingerprint, self._group, label=label, timeout=self._timeout)
+            # A barrier: no rank writes before all ranks have received everything.
+            gather_objects(None, self._group, what="moving experts", label=label)
             self._is_writing = True
             relocation.write()
             for expert in state.parts.experts.homes():

@@ -16,7 +16,6 @@ routes to physical experts.
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable
 from functools import cached_property
 
@@ -126,16 +125,3 @@ class Placement:
     @cached_property
     def num_replicas(self) -> int:
         return int(self.is_replica.sum())
-
-    @property
-    def fingerprint(self) -> int:
-        """Signed 64-bit hash (BLAKE2b) of ``home`` and ``table``.
-
-        It does not depend on integer width, byte order or memory layout. Different placements
-        collide with probability 2^-64.
-        """
-        digest = hashlib.blake2b(digest_size=8)
-        for name, array in (("home", self.home), ("table", self.table)):
-            digest.update(f"{name}{array.shape}".encode())
-            digest.update(array.astype("<i8", order="C", casting="same_kind").tobytes())
-        return int.from_bytes(digest.digest(), "big", signed=True)

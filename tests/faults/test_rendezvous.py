@@ -184,7 +184,7 @@ def test_an_exception_on_rank_0_reaches_all(store: dist.TCPStore, broken: str) -
         )
         assert isinstance(error, RuntimeError), rank
         assert str(error).startswith(
-            f"FSSDP: rank 0 failed while it evaluated the notes of all ranks: {said}"
+            f"FSSDP: rank 0 failed while it evaluated the messages of all ranks: {said}"
         )
     assert _ask(store, 2, after=dict.fromkeys(RANKS, 0.0))[5][0] == {"sum": 111111}, (
         "and it can be asked again"

@@ -166,29 +166,3 @@ def test_homes_may_be_uneven() -> None:
     below = Placement(home=np.array([0, 1]), table=np.array([[1, 0], [-1, 1]]))
     assert below.is_replica.tolist() == [[True, False], [False, False]]
     assert below.with_replicas([(0, 1)]).table.tolist() == [[-1, 0], [0, 1]]
-
-
-def _placement() -> Placement:
-    """Four experts on two ranks, a replica of expert 0 on rank 1."""
-    return Placement(home=np.array([0, 0, 1, 1]), table=np.array([[0, 1, -1], [2, 3, 0]]))
-
-
-def test_the_fingerprint_is_of_the_values_alone() -> None:
-    """A literal of the documented bytes, packed by hand: another Python, numpy or machine must get the same."""
-    assert _placement().fingerprint == -5153952438187840267
-    for dtype in ("i4", "u2", "u8", ">i8", "i1"):
-        table = np.asfortranarray(_placement().table.astype("i2"))
-        other = Placement(home=_placement().home.astype(dtype), table=table)
-        assert other.fingerprint == _placement().fingerprint
-    for name in ("home", "table"):
-        for place in np.ndindex(getattr(_placement(), name).shape):
-            arrays = {"home": _placement().home.copy(), "table": _placement().table.copy()}
-            arrays[name][place] += 1
-            assert Placement(**arrays).fingerprint != _placement().fingerprint
-    # the same bytes in another shape
-    two, three = [[0, 1], [-1, -1], [-1, -1]], [[0, 1, -1], [-1, -1, -1]]
-    home = np.array([0, 0])
-    shapes = [Placement(home, np.array(table)).fingerprint for table in (two, three)]
-    assert shapes[0] != shapes[1]
-    with pytest.raises(TypeError, match="float64"):
-        print(Placement(np.array([0.0]), np.array([[0.0]])).fingerprint)

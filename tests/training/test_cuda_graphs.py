@@ -68,7 +68,7 @@ class _Moving:
     """Other experts become hot after every second step, so the placement changes between replays."""
 
     def __init__(self) -> None:
-        self.plans: list[tuple[int, ...]] = []  # of every step, fingerprints by layer
+        self.plans: list[tuple[bytes, ...]] = []  # of every step, tables by layer
         self.computed = torch.zeros(1)  # tokens that replicas of this rank computed so far
         self.tokens: list[int] = []  # the same before and after each step
 
@@ -78,7 +78,7 @@ class _Moving:
 
     def __call__(self, chunks: list, step: int) -> None:
         layers = [layer for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")]
-        self.plans.append(tuple(layer.fssdp.planned.fingerprint for layer in layers))
+        self.plans.append(tuple(layer.fssdp.planned.table.tobytes() for layer in layers))
         total = self.computed.clone()
         dist.all_reduce(total)
         self.tokens.append(int(total))

@@ -59,7 +59,7 @@ def test_an_error_before_all_has_come_leaves_the_old_homes() -> None:
     if dist.get_rank() == 1:
         Relocation.exchange = fails
     with pytest.raises(
-        (MemoryError, TransferError), match=r"no room|homes of layer 1: comparing plans failed"
+        (MemoryError, TransferError), match=r"no room|homes of layer 1: moving experts failed"
     ):
         run.step(3)
     assert not homes_of(run).are_moved
