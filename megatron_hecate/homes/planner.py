@@ -14,7 +14,7 @@ shapes: L layers, E experts, T iterations, R ranks, K nodes, F kinds of weights 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
