@@ -30,20 +30,7 @@ SOURCES: Path = next(
     for p in (HERE.parents[1] / "kernels", HERE.parents[0] / "kernels")
     if (p / "device.cu").exists()
 )
-HEADERS: tuple[str, ...] = tuple(
-    f"{name}.cuh"
-    for name in (
-        "schedule",
-        "signals",
-        "gather",
-        "reduce",
-        "transfer",
-        "gate",
-        "quotas",
-        "sources",
-        "reroute",
-    )
-)
+HEADERS: tuple[str, ...] = tuple(sorted(path.name for path in SOURCES.glob("*.cuh")))
 # minimum compute capability, times ten
 OLDEST: int = 80
 

