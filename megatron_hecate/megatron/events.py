@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+import functools
+import weakref
+from typing import Any, Protocol
+
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from megatron_hecate.faults.attempt import Attempt
 
 
 class StepEvents:
@@ -33,3 +39,34 @@ class GradientEvents(Protocol):
 
     def gradients_dropped(self) -> None:
         """DDP is about to zero gradients."""
+
+
+class OptimizerEvents(Protocol):
+    """Listener to the steps of every optimizer of the process."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """``optimizer`` is about to step."""
+
+
+_listeners: weakref.WeakKeyDictionary[OptimizerEvents, Attempt] = weakref.WeakKeyDictionary()
+
+
+def listen_to_steps(listener: OptimizerEvents) -> None:
+    """Call ``listener.before_step`` before every optimizer step.
+
+    The calls end with the listener's life or its attempt of the job. There is one permanent hook: a
+    hook per model would have to be removed with the model, and the garbage collector may do so
+    while torch iterates over its hooks.
+    """
+    _hook_into_optimizers()
+    _listeners[listener] = Attempt.current()
+
+
+@functools.cache
+def _hook_into_optimizers() -> None:
+    def hook(optimizer: Optimizer, *_: Any) -> None:
+        for listener, attempt in list(_listeners.items()):
+            if not attempt.is_over:
+                listener.before_step(optimizer)
+
+    register_optimizer_step_pre_hook(hook)

@@ -30,7 +30,7 @@ from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.problems import collect
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.faults.attempt import Attempt
-from megatron_hecate.megatron.global_hooks import listen_to_steps
+from megatron_hecate.megatron.events import listen_to_steps
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import (
     captures_graph,

@@ -18,7 +18,7 @@ import weakref
 
 from torch.optim.optimizer import Optimizer
 
-from megatron_hecate.megatron.global_hooks import listen_to_steps
+from megatron_hecate.megatron.events import listen_to_steps
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.gradient_returns import GradientReturns
 from megatron_hecate.step.layer_state import LayerState

@@ -86,7 +86,13 @@ def _runs_already(model: Model, config: HecateConfig) -> bool:
     """Return whether an earlier run of the hook has converted ``model``; refuse other settings."""
     converted = [layer for layer in model.layers if isinstance(layer, FSSDPLayer)]
     if converted and len(converted) == len(model.layers):
-        _check_same_settings(converted[0].fssdp.config, config)
+        running = converted[0].fssdp.config
+        requested = config
+        for name in ("lifetime", "transport"):
+            if getattr(config, name) == AUTO:
+                requested = dataclasses.replace(requested, **{name: getattr(running, name)})
+        if running != requested:
+            refuse([f"this model runs FSSDP already, with {running}; asked for {config}"])
         return True
     # a pipeline stage may have no MoE layers to show an earlier run of the hook
     return not model.layers and False in marks(model.chunks)
@@ -132,14 +138,3 @@ def _chunks_of(model: Any) -> Chunks:
     if isinstance(model, list | tuple) and model:
         text += f" of {', '.join(sorted({type(part).__name__ for part in model}))}"
     raise TypeError(f"the hook takes a list of model chunks, or a model, got {text}")
-
-
-def _check_same_settings(running: HecateConfig, requested: HecateConfig) -> None:
-    """Refuse a second run of the hook with other settings."""
-    resolved = {
-        name: getattr(running, name)
-        for name in ("lifetime", "transport")
-        if getattr(requested, name) == AUTO
-    }
-    if running != dataclasses.replace(requested, **resolved):
-        refuse([f"this model runs FSSDP already, with {running}; asked for {requested}"])

@@ -82,7 +82,13 @@ class Proposal:
         Returns:
             The settings, with lifetime and transport resolved; on rank 0 the notes of all ranks.
         """
-        judge = functools.partial(validate_job, self.config)
+
+        def judge(notes: list[Note]) -> tuple[list[str], str]:
+            memory = _job_memory(notes)
+            lifetime = memory.choose_lifetime(self.config.lifetime)
+            too_large = memory.explain_too_large(lifetime, slots=self.config.slots)
+            return [too_large] if too_large else [], lifetime
+
         lifetime, notes = self._note().agree(timeout=self.config.timeout, judge=judge)
         resolved = dataclasses.replace(
             self.config, lifetime=lifetime, transport=self.connection.name
@@ -271,19 +277,6 @@ def _estimate_memory(
             free -= sum(p.numel() * p.element_size() for p in elsewhere)
     by_lifetime = {lifetime: estimate(lifetime) for lifetime in LIFETIMES}
     return dataclasses.asdict(RankMemory(by_lifetime, free))
-
-
-def validate_job(config: HecateConfig, notes: list[Note]) -> tuple[list[str], str]:
-    """Validate the whole job and decide its lifetime of replicas, on rank 0.
-
-    Returns:
-        Problems of the job, and the lifetime.
-    """
-    memory = _job_memory(notes)
-    lifetime = memory.choose_lifetime(config.lifetime)
-    too_large = memory.explain_too_large(lifetime, slots=config.slots)
-    problems = [] if too_large is None else [too_large]
-    return problems, lifetime
 
 
 def _job_memory(notes: list[Note]) -> JobMemory:

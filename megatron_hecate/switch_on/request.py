@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 from megatron_hecate.config import HecateConfig, asks_for_fssdp, fssdp_arguments
+from megatron_hecate.megatron.training_globals import training_arguments
 
 
 @dataclasses.dataclass
@@ -61,19 +62,12 @@ class Request:
         if self.is_answered or not self.is_made:
             return False
         # a job that only evaluates wraps no model
-        return not getattr(_training_arguments(), "skip_train", False)
+        return not getattr(training_arguments(), "skip_train", False)
 
     def _values(self, config: Any = None) -> dict[str, Any]:
         """Return the values of our flags by name, merged from all sources."""
-        arguments = fssdp_arguments(_training_arguments()) or fssdp_arguments(self.parsed)
+        arguments = fssdp_arguments(training_arguments()) or fssdp_arguments(self.parsed)
         return {**self.launched, **arguments, **fssdp_arguments(config)}
-
-
-def _training_arguments() -> Any:
-    # the import loads torch, which the command line must not
-    from megatron_hecate.megatron.training_globals import training_arguments
-
-    return training_arguments()
 
 
 def settings_of(values: dict[str, Any]) -> HecateConfig | None:

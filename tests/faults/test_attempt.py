@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron_hecate.faults import attempt as attempts
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.rendezvous import Question
-from megatron_hecate.megatron.global_hooks import listen_to_steps
+from megatron_hecate.megatron.events import listen_to_steps
 
 pytestmark = pytest.mark.fast
 
