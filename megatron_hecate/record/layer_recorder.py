@@ -25,9 +25,9 @@ from megatron_hecate.plan.maxflow import balance
 from megatron_hecate.record.job_sizes import job_sizes
 from megatron_hecate.record.recorder import Columns, StageRecorder
 from megatron_hecate.record.run_folder import RunInfo
+from megatron_hecate.record.token_counts import TokenCounts
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
-from megatron_hecate.step.token_counts import TokenCounts
 
 
 class LayerRecorder(StepEvents):

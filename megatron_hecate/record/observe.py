@@ -42,9 +42,9 @@ from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.job_sizes import job_sizes, stock_shape
 from megatron_hecate.record.recorder import Columns, StageRecorder
 from megatron_hecate.record.run_folder import RunInfo
+from megatron_hecate.record.token_counts import TokenCounts
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.load_monitor import GroupSum
-from megatron_hecate.step.token_counts import TokenCounts
 
 
 def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:

@@ -21,7 +21,6 @@ from megatron_hecate.comm.overlap import MEASURED, OverlapMeter
 from megatron_hecate.device.lasting import lasting_tensors
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.step.forecast import LoadHistory
-from megatron_hecate.step.token_counts import TokenCounts
 
 # Numbers that every sum of loads includes after the counts: the meter's, and frozen parameters.
 _INCLUDED: int = MEASURED + 1
@@ -104,6 +103,16 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device=device)
 
 
+class MicrobatchCounts(Protocol):
+    """Tokens of this rank by microbatch, layer and expert."""
+
+    def next_of(self, layer: int) -> Tensor:
+        """Return the counts of a layer's next microbatch, [E], to be added to."""
+
+    def take(self) -> Tensor:
+        """Return the counts of the iteration, and reset them: [L, E], then those of a recorder."""
+
+
 class LoadRecorder(Protocol):
     """Recorder of a model's loads, whose measurements are summed with the loads.
 
@@ -112,7 +121,7 @@ class LoadRecorder(Protocol):
             them `computed` is not called.
     """
 
-    counts: TokenCounts | None
+    counts: MicrobatchCounts | None
 
     @property
     def length(self) -> int:

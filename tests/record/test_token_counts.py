@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_hecate.step.token_counts import MOST, TokenCounts
+from megatron_hecate.record.token_counts import MOST, TokenCounts
 
 pytestmark = pytest.mark.fast
 
