@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from megatron_hecate.comm.agreement import raise_on_all
 from megatron_hecate.comm.collectives import gather_objects
-from megatron_hecate.comm.problems import raise_on_all
 from megatron_hecate.homes.exchange import Relocation, Shard, pieces
 from megatron_hecate.megatron.stored_weights import StoredWeights
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm.agreement import raise_on_all
 from megatron_hecate.comm.collectives import gather_objects
-from megatron_hecate.comm.problems import raise_on_all
 
 SHARED: Path = Path("/dev/shm")
 # Bytes before the buffers, initially 0: progress counters, one u32 per rank, and counters of thread

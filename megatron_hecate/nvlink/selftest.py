@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.agreement import shorten
-from megatron_hecate.comm.problems import collect
+from megatron_hecate.comm.agreement import collect, shorten
 from megatron_hecate.comm.transport import Copy, LayerBuffer, TransferPlan, Transport, chunks_in
 from megatron_hecate.faults.rendezvous import Question
 

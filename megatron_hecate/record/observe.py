@@ -25,9 +25,8 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 from torch.optim.optimizer import Optimizer
 
-from megatron_hecate.comm.agreement import Note
+from megatron_hecate.comm.agreement import Note, collect
 from megatron_hecate.comm.device import device_of_rank
-from megatron_hecate.comm.problems import collect
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.events import listen_to_steps

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
-from megatron_hecate.comm.agreement import format_ranks
+from megatron_hecate.comm.agreement import collect, format_ranks
 from megatron_hecate.comm.collectives import gather_objects
-from megatron_hecate.comm.problems import collect
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 

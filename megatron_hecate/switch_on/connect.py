@@ -15,11 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hecate.comm.agreement import shorten
+from megatron_hecate.comm.agreement import collect, shorten
 from megatron_hecate.comm.device import device_of_rank, on_gpus
 from megatron_hecate.comm.groups import DEFAULT_CTAS, NcclSettings, new_group
 from megatron_hecate.comm.p2p import P2P
-from megatron_hecate.comm.problems import collect
 from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO

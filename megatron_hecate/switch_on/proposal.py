@@ -14,9 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_hecate.comm.agreement import Note, format_ranks
+from megatron_hecate.comm.agreement import Note, collect, format_ranks
 from megatron_hecate.comm.device import device_of_rank
-from megatron_hecate.comm.problems import collect
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.homes.planner import compile_home_planner

@@ -15,7 +15,7 @@ from ranks import ranks
 
 def _note_plans(done: list[tuple[str, Any]]) -> None:
     """Have every plan that a layer asks for noted as ("plan", the plan before it and this one)."""
-    from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
+    from megatron_hecate.step.layer_planner import EarlyPlans, PlanInputs
 
     plan = EarlyPlans.plan
 
@@ -133,7 +133,7 @@ def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
     """The loop catches the error and goes on; layers planned before must not wait for gradients of the broken step."""
     import tiny_gpt
 
-    from megatron_hecate.step.early_plans import EarlyPlans
+    from megatron_hecate.step.layer_planner import EarlyPlans
 
     case = tiny_gpt.initialized(accumulate=3, settings=(("num_layers", 4),))
     run = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(slots=1))

@@ -16,16 +16,16 @@ from ranks import ranks
 
 def _train(case: Any, microbatches: Sequence[int]) -> tuple[Any, list[str]]:
     """A run whose hot experts move, with so many microbatches in each step, and the name of the thread of each plan."""
-    from megatron_hecate.step import early_plans
+    from megatron_hecate.step import layer_planner
 
     threads: list[str] = []
-    real = early_plans.plan_replicas
+    real = layer_planner.plan_replicas
 
     def named(*args: Any, **kwargs: Any) -> Any:
         threads.append(threading.current_thread().name)
         return real(*args, **kwargs)
 
-    with mock.patch.object(early_plans, "plan_replicas", named):
+    with mock.patch.object(layer_planner, "plan_replicas", named):
         hook = tiny_gpt.fssdp_hook()
         run = tiny_gpt.train(case, steps=0, hook=hook, before_step=tiny_gpt.move_skew_sometimes)
         for step, count in enumerate(microbatches):
@@ -37,7 +37,7 @@ def _train(case: Any, microbatches: Sequence[int]) -> tuple[Any, list[str]]:
 @ranks(2)
 def test_plans_of_the_thread_are_those_of_the_layers() -> None:
     """Also where the thread guesses wrong, since the number of microbatches changes, and where it fails."""
-    from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
+    from megatron_hecate.step.layer_planner import EarlyPlans, PlanInputs
 
     case = tiny_gpt.initialized(accumulate=2, skew=4.0)
     for microbatches in ((2, 2, 2, 2, 2, 2), (2, 2, 1, 3, 2)):

@@ -34,7 +34,7 @@ def _case(**model: Any) -> Any:
 @ranks(2)
 def test_the_backward_uses_the_plan_of_the_forward() -> None:
     """Another forecast, as soon as the first forward is over, must not change a bit, nor make anybody plan again."""
-    from megatron_hecate.step.early_plans import EarlyPlans
+    from megatron_hecate.step.layer_planner import EarlyPlans
 
     case, plan, planned_too_late = _case(**FULL), EarlyPlans.plan, [False]
 

@@ -149,7 +149,7 @@ def test_when_a_layer_has_been_planned_only_the_router_holds_its_routes() -> Non
     """The router is made to forget them while the plan of its layer is made."""
     import tiny_gpt
 
-    from megatron_hecate.step.early_plans import EarlyPlans
+    from megatron_hecate.step.layer_planner import EarlyPlans
 
     case = tiny_gpt.initialized(accumulate=2, settings=(REPLAY,))
     replay(case.accumulate)

@@ -20,7 +20,7 @@ def coldest_experts(forecast: Any, homes: Any, world: Any, **settings: Any) -> A
 
 def replace_planner(planner: Callable) -> None:
     """Have ``planner`` plan before the gate, in this process."""
-    from megatron_hecate.step.early_plans import EarlyPlans, PlanInputs
+    from megatron_hecate.step.layer_planner import EarlyPlans, PlanInputs
 
     def plan(_: EarlyPlans, index: int, inputs: PlanInputs) -> Any:
         settings = dict(cost=inputs.cost, previous=inputs.previous)

@@ -60,7 +60,7 @@ def replay(accumulate: int, *, then_backward: bool = True, actions: Any = None) 
 
 
 def note_forecasts(found: list[np.ndarray]) -> None:
-    from megatron_hecate.step.early_plans import EarlyPlans
+    from megatron_hecate.step.layer_planner import EarlyPlans
 
     plan = EarlyPlans.plan
 

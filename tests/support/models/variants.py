@@ -221,7 +221,7 @@ def _tolerance(case: Any, layout: Layout) -> float:
 
 @contextlib.contextmanager
 def _planned_by(planner: Callable | None) -> Iterator[None]:
-    from megatron_hecate.step.early_plans import EarlyPlans
+    from megatron_hecate.step.layer_planner import EarlyPlans
 
     with mock.patch.object(EarlyPlans, "plan", EarlyPlans.plan):
         if planner is not None:
