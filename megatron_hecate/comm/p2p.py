@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan, chunks_in
-from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.device.autograd import lasting_tensors
 from megatron_hecate.faults import under_way
 
 # Upper bounds of the gradients that a home receives at once: their number, and their bytes unless

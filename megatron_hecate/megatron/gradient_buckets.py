@@ -29,7 +29,7 @@ import torch
 from megatron.core.distributed import DistributedDataParallel
 from torch import Tensor
 
-from megatron_hecate.device.direct_apply import direct_apply
+from megatron_hecate.device.autograd import direct_apply
 
 
 class ReductionPoint:

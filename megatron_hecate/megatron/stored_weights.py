@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.device.autograd import lasting_tensors
 
 # Bytes; the alignment of CUDA's own allocations. cuBLAS multiplies in fp8 and fp4 only where data
 # and scales begin at multiples of 16.

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
-from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.device.autograd import lasting_tensors
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.forward_pass import ForwardPass

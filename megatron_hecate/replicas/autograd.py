@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from megatron_hecate.device.direct_apply import direct_apply
+from megatron_hecate.device.autograd import direct_apply
 
 if TYPE_CHECKING:
     from megatron_hecate.replicas.buffers import Buffer, ExpertWeights

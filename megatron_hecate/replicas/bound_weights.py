@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_hecate.comm.transport import TransferPlan
-from megatron_hecate.device.direct_apply import direct_apply
+from megatron_hecate.device.autograd import direct_apply
 from megatron_hecate.replicas.autograd import release
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 

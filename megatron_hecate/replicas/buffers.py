@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport, chunks_in
-from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.device.autograd import lasting_tensors
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.replicas.chunk_layout import ChunkLayout
 

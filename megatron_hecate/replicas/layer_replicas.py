@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_hecate.comm.transport import TransferPlan
-from megatron_hecate.device.direct_apply import direct_apply
+from megatron_hecate.device.autograd import direct_apply
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import PendingGradients, release
 from megatron_hecate.replicas.bound_weights import BoundWeights

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.device.autograd import lasting_tensors
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import Placement
 from megatron_hecate.routing.tables import GroupShape, HolderOrder

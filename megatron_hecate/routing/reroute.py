@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hecate.device.direct_apply import direct_apply
-from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.device.autograd import direct_apply, lasting_tensors
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.routing.quotas import QuotaTables
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.collectives import wait_collective
 from megatron_hecate.comm.overlap import MEASURED, OverlapMeter
-from megatron_hecate.device.lasting import lasting_tensors
+from megatron_hecate.device.autograd import lasting_tensors
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.step.forecast import LoadHistory
 
