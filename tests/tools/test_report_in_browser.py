@@ -106,7 +106,7 @@ USER = """
 
 def test_it_renders_and_its_controls_work(tmp_path: Path) -> None:
     seen = _see(_write(tmp_path / "run", SIZE), USER)
-    assert seen["charts"] == 5 and seen["title"] == "What FSSDP did"
+    assert seen["charts"] == 4 and seen["title"] == "What FSSDP did"
     assert len(seen["heats"]) == 5 and min(seen["heats"]) > 20
     assert seen["lost"] == sorted(seen["lost"], reverse=True), "the costliest layer is the first"
     order = seen["order"]
@@ -119,7 +119,7 @@ def test_it_renders_and_its_controls_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("size", "charts"),
-    [(recorded.Size(num=1, layers=1), 4), (recorded.Size(num=3, tokens=0), 2)],
+    [(recorded.Size(num=1, layers=1), 3), (recorded.Size(num=3, tokens=0), 1)],
     ids=["one-one", "no-tokens"],
 )
 def test_odd_records_render(tmp_path: Path, size: recorded.Size, charts: int) -> None:

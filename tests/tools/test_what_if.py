@@ -31,7 +31,7 @@ SMALL = "olmoe,experts=16,layers=4"
 BASE = ("--model", SMALL, "--cluster", "h100x8", "--ranks", "8", "--steps", "4")
 SIZE = recorded.Size(num=6, layers=2, experts=16, tokens=800_000, skew=1.5)
 ONE_WAY = ("--slots", "1", "--lifetime", "iteration", "--transport", "nvlink")
-UNKNOWN = dict(shape={}, speeds={}, memory={})
+UNKNOWN = dict(shape={}, speeds={})
 
 
 def skewed(path: Path, *, hot: int, sources: int = 8) -> str:
