@@ -99,15 +99,20 @@ class ChunkTable(NamedTuple):
         rows = sorted([*copies, *((*key, NO_RANK, NO_RANK) for key in parts_of)])
         fields = itertools.chain.from_iterable(rows)
         table = np.fromiter(fields, np.int64, 4 * len(rows)).reshape(-1, 4)
-        is_first = np.ones(len(table), np.bool_)
-        is_first[1:] = (table[1:, :2] != table[:-1, :2]).any(axis=1)
-        is_copy = table[:, 2] != NO_RANK
-        first_rows = np.append(np.flatnonzero(is_first), len(table))
-        begins = np.append(0, is_copy.cumsum())[first_rows]
+        changes = (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != table[:-1, 1])
+        first_rows = np.array(
+            [*range(min(len(table), 1)), *(np.flatnonzero(changes) + 1), len(table)]
+        )
         keys = table[first_rows[:-1], :2].copy()
-        ranks, slots = table[is_copy, 2:].T.copy()
-        sizes = [len(parts_of.get((home, index), ())) for home, index in keys.tolist()]
-        part_begins = np.cumsum([0, *sizes])
+        begins = first_rows
+        part_begins = np.zeros(len(first_rows), np.int64)
+        if parts_of:
+            is_copy = table[:, 2] != NO_RANK
+            begins = np.concatenate(([0], is_copy.cumsum()))[first_rows]
+            table = table[is_copy]
+            sizes = [len(parts_of.get((home, index), ())) for home, index in keys.tolist()]
+            part_begins[1:] = np.cumsum(sizes)
+        ranks, slots = table[:, 2:].T.copy()
         part_rows = np.array([part for key in sorted(parts_of) for part in parts_of[key]], np.int64)
         is_member = np.zeros(1 + max(domain), np.bool_)
         is_member[list(domain)] = True

@@ -106,8 +106,8 @@ class TransferSchedule:
         """
         parts_of = tuple((key, tuple(listed)) for key, listed in parts.items())
         chunks = ChunkTable.of(tuple(copies), tuple(domain), parts_of)
-        is_begun = (np.diff(chunks.begins) > 0) & (np.diff(chunks.part_begins) > 0)
         if sums:
+            is_begun = (np.diff(chunks.begins) > 0) & (np.diff(chunks.part_begins) > 0)
             first_sum = int(chunks.is_exchanged.any() or is_begun.any())
             num_steps = first_sum + int(not is_begun.all())
             rows = _list_return(chunks, rank, elements, first_sum)
