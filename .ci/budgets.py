@@ -23,14 +23,14 @@ LONGEST_COMPILED = 85
 BOXES = ("nvlink", "homes", "routes", "record")
 # Lines by area, at most: lowered with what is deleted, never raised.
 AREAS = {
-    "core": 15_774,
-    "box nvlink": 2_705,
-    "box homes": 1_377,
-    "box routes": 353,
-    "box record": 2_244,
-    "tools": 4_497,
-    "tests": 34_260,
-    "bench": 7_911,
+    "core": 14_314,
+    "box nvlink": 2_144,
+    "box homes": 1_240,
+    "box routes": 288,
+    "box record": 1_897,
+    "tools": 4_431,
+    "tests": 30_281,
+    "bench": 7_895,
 }
 
 

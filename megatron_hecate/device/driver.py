@@ -18,7 +18,7 @@ def call(name: str, *arguments: Any) -> Any:
     status, *results = _look_up(name)(*arguments)
     if int(status) != 0:
         raise RuntimeError(f"{name} failed: {status.name}")
-    return results[0] if results else None
+    return next(iter(results), None)
 
 
 @functools.cache

@@ -113,7 +113,8 @@ class ChunkTable(NamedTuple):
             sizes = [len(parts_of.get((home, index), ())) for home, index in keys.tolist()]
             part_begins[1:] = np.cumsum(sizes)
         ranks, slots = table[:, 2:].T.copy()
-        part_rows = np.array([part for key in sorted(parts_of) for part in parts_of[key]], np.int64)
+        listed = itertools.chain.from_iterable(parts_of[key] for key in sorted(parts_of))
+        part_rows = np.array(list(listed), np.int64)
         is_member = np.zeros(1 + max(domain), np.bool_)
         is_member[list(domain)] = True
         chunks = ChunkTable(

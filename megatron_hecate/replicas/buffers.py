@@ -305,7 +305,7 @@ class ReplicaSlots:
         """
         layout = self.experts.layout
         parts = len(layout.shapes)
-        homes = [p.requires_grad for home in self.experts.homes() for p in home]
+        homes = [p.requires_grad for p in chain.from_iterable(self.experts.homes())]
         if not all(homes):
             homes = layout.computed(np.reshape(homes, (-1, parts))).ravel().tolist()
         for slot in range(self.sizes.slots):

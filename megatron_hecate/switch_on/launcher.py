@@ -86,7 +86,9 @@ def main(argv: list[str]) -> int:
         return 2
     options = parser.parse_args(argv)
     words = argv[: len(argv) - len(options.target)]
-    target = options.target[1:] if options.target[:1] == ["--"] else options.target
+    target = options.target
+    if target[:1] == ["--"]:
+        target = target[1:]
     is_module = options.m or target[:1] == ["-m"]
     if options.m:
         words.remove("-m")
@@ -102,7 +104,10 @@ def main(argv: list[str]) -> int:
                 f"{name} starts the ranks, so it must precede our launcher: "
                 "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
             )
-        path = Path.cwd() / name if is_module else _find_file(name)
+        path = Path.cwd() / name
+        if not is_module:
+            path = _find_file(name)
+            name = str(path)
         flags = flags_among([*words, *arguments])
         validate(flags)
     except ValueError as error:
@@ -114,7 +119,7 @@ def main(argv: list[str]) -> int:
     # as Python sets it
     sys.path[0] = str(path if path.is_dir() else path.resolve().parent)
     _stay_in_front(words)
-    return _run(name if is_module else str(path), flags, arguments, is_module=is_module)
+    return _run(name, flags, arguments, is_module=is_module)
 
 
 def _find_file(name: str) -> Path:

@@ -86,7 +86,7 @@ class Proposal:
             memory = _job_memory(notes)
             lifetime = memory.choose_lifetime(self.config.lifetime)
             too_large = memory.explain_too_large(lifetime, slots=self.config.slots)
-            return [too_large] if too_large else [], lifetime
+            return list(filter(None, [too_large])), lifetime
 
         lifetime, notes = self._note().agree(timeout=self.config.timeout, judge=judge)
         resolved = dataclasses.replace(
