@@ -168,4 +168,4 @@ def _replica_bytes(layer: MoELayer) -> int:
     if replicas is None:
         return 0
     sizes = replicas.slots.sizes
-    return len(replicas.plan.slots) * (sizes.weight_bytes + sizes.grad_bytes) // sizes.slots
+    return len(replicas.transfers.slots) * (sizes.weight_bytes + sizes.grad_bytes) // sizes.slots

@@ -185,6 +185,8 @@ def test_modules_and_console_commands() -> None:
     (folder / "pack" / "inner.py").write_text(
         report.format(0) + "if __name__ == '__main__':\n sys.exit(main())\n"
     )
+    (folder / "pack" / "__main__.py").write_text("import sys; print(sys.path[0])\n")
+    (folder / "plain").mkdir()  # Python runs no such folder
     (folder / "pack" / "failing.py").write_text(report.format(7))
     (folder / "bin").mkdir()
     head = f"#!{sys.executable}\nimport sys\n"
@@ -230,6 +232,7 @@ def test_modules_and_console_commands() -> None:
     said = f"pack.inner ['{train}', 'a'] {train.parent} False\n"
     assert run("train-pack", "a") == (0, said)
     assert run("--moe-fssdp-slots", "3", "fail-pack", "a.py")[0] == 7
+    assert run("-m", "pack") == (0, f"{folder}\n")
     assert run("plain")[1] == f"__main__ {folder / 'bin' / 'plain'}\n"
     for words, message in {
         "torchrun train.py": "torchrun starts the ranks, so it must precede our launcher: torchrun ... -m "
@@ -237,6 +240,7 @@ def test_modules_and_console_commands() -> None:
         "-m torch.distributed.run": "torch.distributed.run starts the ranks",
         "shell": f"{folder / 'bin' / 'shell'} is not written in Python; give the script that it starts",
         "run.sh": "run.sh is not written in Python",
+        "-m no_such_module.inner": "there is no module no_such_module",
         "-m": "no SCRIPT.py given, nor -m MODULE",
         "plain --moe-fssdp --moe-fssdp-slots -3": "slots=-3 must be",
     }.items():

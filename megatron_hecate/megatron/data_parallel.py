@@ -61,13 +61,15 @@ class _ScheduleCalls:
 
         @functools.wraps(schedule)
         def run(*args: Any, **kwargs: Any) -> Any:
+            # a call in a forward of another one, such as of a teacher's or an evaluation's
+            outer = self.running
             self._count += 1
             self.running = self._count
             try:
                 with self._no_sync_funcs():
                     return schedule(*args, **kwargs)
             finally:
-                self.running = None
+                self.running = outer
 
         return run
 

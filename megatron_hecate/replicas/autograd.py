@@ -190,15 +190,29 @@ class PendingGradients:
         """Wait until the sums are in ``main_grad``, outside of any backward."""
         assert self._buffer is not None
         self._buffer.wait()
+        self._buffer.abandon = None
         # Sums of homes with hooks: no backward calls the hooks any more.
         for index, total in self._sums.items():
             self._add_to_main_grads(index, total)
+        self._sums.clear()
+
+    def abandon(self) -> None:
+        """Zero homes' gradients that got a sum, after a backward that never reached `complete`.
+
+        Called when another backward begins. The homes' gradients are then as after ``zero_grad``,
+        which may have run before the sum was added.
+        """
+        for index in self._replicated:
+            for p in self.homes[index]:
+                if hasattr(p, "main_grad"):
+                    p.main_grad.zero_()
         self._sums.clear()
 
     def complete(self, grads: list[Tensor | None]) -> list[Tensor | None]:
         """Wait for the sums and add each to its home's gradient in ``grads``, a flat list."""
         if self._buffer is not None:
             self._buffer.wait()
+            self._buffer.abandon = None
         parts = len(self.layout.shapes)
         for index in self._replicated:
             trained = self._trained(index)

@@ -114,6 +114,8 @@ class Buffer:
         self.holds: TransferPlan | None = None
         # The transfer in flight that fills or empties the buffer.
         self.transfer: Transfer | None = None
+        # Called if the transfer's result was never consumed.
+        self.abandon: Callable[[], None] | None = None
         # Weights over this memory, by index of the layer.
         self.bound: dict[int, BoundWeights] = {}
 
@@ -143,18 +145,26 @@ class Buffer:
         if transfer is not None:
             transfer.wait()
 
+    def clear(self) -> None:
+        """Wait for the transfer, and discard a result left by an aborted backward."""
+        self.wait()
+        abandon = self.abandon
+        self.abandon = None
+        if abandon is not None:
+            abandon()
+
     def release(self) -> None:
         """Drop references to the memory; a transfer in flight keeps it until the transfer ends."""
         self.bound.clear()
         self._chunks.clear()
         self._memory = self._memory.new_empty(0)
-        self.holds = self.transfer = None
+        self.holds = self.transfer = self.abandon = None
 
     def reset(self) -> None:
         """Wait for the transfer, and forget the content."""
         # Called for all buffers at the beginning of an iteration: most need no further call.
-        if self.transfer is not None:
-            self.wait()
+        if self.transfer is not None or self.abandon is not None:
+            self.clear()
         self.holds = None
         if self.bound:
             self.bound.clear()
@@ -218,11 +228,6 @@ class BufferPool:
     def grads(self, layer: int) -> Buffer:
         """Return the buffer for gradients of the replicas of ``layer``; wait for it before use."""
         return self._grads[layer % len(self._grads)]
-
-    def wait_for_returns(self) -> None:
-        """Wait for gradients that a backward has sent home and not waited for: it was aborted."""
-        for buffer in self._grads:
-            buffer.wait()
 
     def unbind(self) -> None:
         """Drop references to the memory of homes and gradients.

@@ -244,7 +244,7 @@ class Replicas:
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.is_accumulating:
-            self._grad_buffer.wait()
+            self._grad_buffer.clear()
             if self.slots.experts.layout.fuses_any:
                 self._grad_buffer.zero()
 
@@ -311,6 +311,7 @@ class Replicas:
         buffer.transfer = self.slots.pool.transport.return_gradients(
             transfers, chunks, pending, label=self.label
         )
+        buffer.abandon = pending.abandon
 
 
 def _add(total: Tensor, grad: Tensor | None, *, first: bool) -> None:

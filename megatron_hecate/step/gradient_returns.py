@@ -16,7 +16,6 @@ from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer
 
 from megatron_hecate.megatron.data_parallel import DataParallel
-from megatron_hecate.replicas.buffers import BufferPool
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.step.layer_state import LayerState
 
@@ -26,12 +25,10 @@ class GradientReturns:
 
     Args:
         states: states of all layers, in the order of the forward.
-        pool: buffers of the layers.
     """
 
-    def __init__(self, states: Sequence[LayerState], pool: BufferPool) -> None:
+    def __init__(self, states: Sequence[LayerState]) -> None:
         self._states = states
-        self._pool = pool
         self.data_parallel: DataParallel | None = None
         # True if gradients waited for the reduction in this iteration.
         self._waited = False
@@ -87,11 +84,7 @@ class GradientReturns:
         ]
 
     def drop(self) -> list[str]:
-        """Forget waiting gradients, and return the names of their layers.
-
-        Sums of an aborted backward arrive before DDP zeroes the homes' gradients.
-        """
-        self._pool.wait_for_returns()
+        """Forget waiting gradients, and return the names of their layers."""
         waiting = self._waiting()
         for replicas in waiting:
             replicas.drop_waiting()

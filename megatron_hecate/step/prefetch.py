@@ -83,8 +83,7 @@ class Prefetcher(Uncopied, StepEvents):
             meter=self.meter,
             count_frozen=self._trained.count_frozen,
         )
-        self.pool = BufferPool(states[0].transport, states[0].config.lifetime)
-        self.returns = GradientReturns(states, self.pool)
+        self.returns = GradientReturns(states)
         self.clock = Clock(
             [state.parts.passes for state in states],
             num_chunks=max(self._chunks) + 1,
@@ -95,6 +94,7 @@ class Prefetcher(Uncopied, StepEvents):
         self.rehoming: Rehoming | None = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
+        self.pool = BufferPool(states[0].transport, states[0].config.lifetime)
         self.planner = LayerPlanner(states, clock=self.clock, routes=routes, meter=self.meter)
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
         self.find_conflicts: Callable[[], list[str]] | None = list

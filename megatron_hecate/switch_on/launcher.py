@@ -16,6 +16,7 @@ import argparse
 import functools
 import importlib.abc
 import importlib.machinery
+import importlib.util
 import os
 import runpy
 import shutil
@@ -104,10 +105,14 @@ def main(argv: list[str]) -> int:
                 f"{name} starts the ranks, so it must precede our launcher: "
                 "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
             )
-        path = Path.cwd() / name
+        # as Python sets it
+        sys.path[0] = str(Path.cwd())
         if not is_module:
             path = _find_file(name)
             name = str(path)
+            sys.path[0] = str(path if path.is_dir() else path.resolve().parent)
+        elif importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise ValueError(f"there is no module {name}")
         flags = flags_among([*words, *arguments])
         validate(flags)
     except ValueError as error:
@@ -116,8 +121,6 @@ def main(argv: list[str]) -> int:
     for file in ("moe_fssdp_speeds", "moe_fssdp_record"):
         if flags.get(file) is not None:
             flags[file] = str(Path(flags[file]).absolute())
-    # as Python sets it
-    sys.path[0] = str(path if path.is_dir() else path.resolve().parent)
     _stay_in_front(words)
     return _run(name, flags, arguments, is_module=is_module)
 
@@ -125,15 +128,22 @@ def main(argv: list[str]) -> int:
 def _find_file(name: str) -> Path:
     """Find the Python file of a script or of a console command."""
     path = Path(name)
-    if not path.exists():
-        path = Path(shutil.which(name) or name)
-    if not path.exists():
+    # a folder of this name is a script only as Python runs one
+    if not path.is_file() and not (path / "__main__.py").is_file():
+        folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
+        path = Path(shutil.which(name, path=folders) or name)
+    if not path.is_file() and not (path / "__main__.py").is_file():
         raise ValueError(
             f"{name} does not exist; give a script, -m MODULE, or a console command of this "
             "Python environment; megatron-hecate --help lists our own commands"
         )
-    first = b"" if path.is_dir() else path.open("rb").readline()
-    if path.suffix == ".sh" or (first.startswith(b"#!") and b"python" not in first):
+    first = second = b""
+    if path.is_file():
+        with path.open("rb") as file:
+            first, second = file.readline(), file.readline()
+    # pip begins a command whose interpreter has a long path by a line for a shell
+    is_python = b"python" in first or second.startswith(b"'''exec'")
+    if path.suffix == ".sh" or (first.startswith(b"#!") and not is_python):
         raise ValueError(f"{path} is not written in Python; give the script that it starts")
     return path.absolute()
 
