@@ -105,14 +105,7 @@ def main(argv: list[str]) -> int:
                 f"{name} starts the ranks, so it must precede our launcher: "
                 "torchrun ... -m megatron_hecate run ... -- SCRIPT.py"
             )
-        # as Python sets it
-        sys.path[0] = str(Path.cwd())
-        if not is_module:
-            path = _find_file(name)
-            name = str(path)
-            sys.path[0] = str(path if path.is_dir() else path.resolve().parent)
-        elif importlib.util.find_spec(name.partition(".")[0]) is None:
-            raise ValueError(f"there is no module {name}")
+        name = _find(name, is_module=is_module)
         flags = flags_among([*words, *arguments])
         validate(flags)
     except ValueError as error:
@@ -123,6 +116,18 @@ def main(argv: list[str]) -> int:
             flags[file] = str(Path(flags[file]).absolute())
     _stay_in_front(words)
     return _run(name, flags, arguments, is_module=is_module)
+
+
+def _find(name: str, *, is_module: bool) -> str:
+    """Find a target without importing it, and set ``sys.path[0]`` as Python does for the target."""
+    sys.path[0] = str(Path.cwd())
+    if is_module:
+        if importlib.util.find_spec(name.partition(".")[0]) is None:
+            raise ValueError(f"there is no module {name}")
+        return name
+    path = _find_file(name)
+    sys.path[0] = str(path if path.is_dir() else path.resolve().parent)
+    return str(path)
 
 
 def _find_file(name: str) -> Path:
