@@ -10,6 +10,7 @@ appear as kernels on a stream of their own.
 | ``spAG start``, ``spRS start`` | posting of a transfer |
 | ``spAG wait``, ``spRS wait`` | the part of a transfer that was not hidden |
 | ``loads``, ``quotas``, ``late`` | routing: exchange of loads, quotas, late replicas |
+| ``homes move`` | experts that change homes, with their optimizer state |
 
 Without a profiler a span costs a comparison. All times are host times: on GPUs they show when work
 was posted and waited for, not when it ran.

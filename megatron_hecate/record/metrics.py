@@ -119,7 +119,7 @@ def stage_metrics(
     replicas = (columns["replica"] != EMPTY).sum(axis=(1, 2))
     bytes_per_replica = shape.fetches * shape.expert_bytes + shape.returns * shape.grad_bytes
     copying = prices.copying_ms[0]
-    # Modelled windows are left out: the share is logged as measured.
+    # Only where the window before the experts has been measured.
     is_measured = ~np.isnan(columns["window"]) & (copying > 0)
     metrics |= {
         "replicas": replicas,
