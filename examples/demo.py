@@ -182,6 +182,7 @@ def launch(place: Place, jobs: Jobs) -> list[Run]:
         turns = Turns.begin(place.out / "-".join(jobs), *jobs)
     processes: dict[str, subprocess.Popen] = {}
     readers: list[threading.Thread] = []
+    failed: list[str] = []
     try:
         for (name, (arguments, fssdp)), turn in zip(jobs.items(), turns, strict=True):
             process = place.start(name, arguments, fssdp, turn)
@@ -191,7 +192,7 @@ def launch(place: Place, jobs: Jobs) -> list[Run]:
             readers[-1].start()
         # A job that fails would leave the other one waiting for its turn.
         while any(process.poll() is None for process in processes.values()):
-            if any(process.poll() for process in processes.values()):
+            if failed := [name for name, process in processes.items() if process.poll()]:
                 break
             time.sleep(0.2)
     finally:
@@ -200,17 +201,19 @@ def launch(place: Place, jobs: Jobs) -> list[Run]:
             process.terminate()
     for reader in readers:
         reader.join()
-    _check_ended(place, processes)
+    _check_ended(place, processes, failed)
     return [Run.read(place.out / name, place.ranks) for name in jobs]
 
 
-def _check_ended(place: Place, processes: dict[str, subprocess.Popen]) -> None:
+def _check_ended(place: Place, processes: dict[str, subprocess.Popen], failed: list[str]) -> None:
     """Exit with the end of the log if a job failed.
 
-    A job that failed by itself precedes one that we terminated, whose return code is negative.
+    Args:
+        place: machine and folder.
+        processes: jobs by name.
+        failed: jobs that failed by themselves before we terminated the others.
     """
-    failed = [name for name, process in processes.items() if process.wait() > 0]
-    failed += [name for name, process in processes.items() if process.returncode < 0]
+    failed += [name for name, process in processes.items() if process.wait()]
     if not failed:
         return
     name = failed[0]
