@@ -1,6 +1,6 @@
-"""The capture emulator: a replay does what its lines do, and every planted fault is caught and named.
+"""The capture emulator catches and names every planted fault. Oracle: literal messages.
 
-Oracle: the same lines run eagerly. `test_cuda_graphs` compares models with graphs, bitwise, with stock without.
+That a replay does what its lines do is shown by `test_cuda_graphs`, bitwise.
 """
 
 from __future__ import annotations
@@ -138,6 +138,8 @@ def test_every_planted_fault_is_caught_and_named() -> None:
 @pytest.mark.slow
 @ranks(1)
 def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
+    from megatron_hecate.device.launch import Kernels
+
     graphs_on_cpu.install()
     for change, message in (
         (lambda module: setattr(module, "table", torch.full((4,), 3.0)), "was freed"),
@@ -153,72 +155,12 @@ def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
         line = rf"{message}.*aten.mul.Tensor called at .*test_graph_capture.py"
         with pytest.raises(CaptureError, match=line):
             graph.replay()
-    graph, source, target = torch.cuda.CUDAGraph(), torch.ones(4), torch.zeros(4)
+    # a launch of ours takes an address
+    graph, source = torch.cuda.CUDAGraph(), torch.ones(4)
+    kernels = SimpleNamespace(on_gpu=False, function=lambda name: lambda *_: None)
     with torch.cuda.graph(graph):
-        _double(source, target)
+        Kernels.launch(kernels, "reads", ctypes.c_void_p(source.data_ptr()), blocks=1, threads=1)
     del source
-    line = r"was freed.*kernel double_floats launched at .*test_graph_capture.py"
+    line = r"was freed.*kernel reads launched at .*test_graph_capture.py"
     with pytest.raises(CaptureError, match=line):
         graph.replay()
-
-
-@pytest.mark.slow
-@ranks(1)
-def test_a_capture_leaves_nothing_behind_and_replays_what_the_lines_do() -> None:
-
-    graphs_on_cpu.install()
-    count, doubled, x = torch.zeros(4), torch.zeros(4), torch.arange(4.0)
-    w = torch.full((4,), 3.0, requires_grad=True)
-    side = torch.cuda.Stream()
-
-    def lines() -> tuple[torch.Tensor, ...]:
-        y = (x * w).relu()
-        y = y.clone()
-        y[x == 2] = torch.tensor([3, 4]).sum().item()  # a number of the host: nobody waits
-        count.add_(y.detach() > 3)
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            z = torch.empty_like(x)
-            _double(x, z)
-            _double(x, doubled)
-        torch.cuda.current_stream().wait_stream(side)
-        (grad,) = torch.autograd.grad(y.sum(), w)
-        first, last = y.view(2, 2).unbind()
-        return y.detach(), first.detach() + last.detach(), grad, z, torch.rand(4)
-
-    graph, state = torch.cuda.CUDAGraph(), torch.get_rng_state()
-    with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle()):
-        outputs = lines()
-    assert not count.any() and not doubled.any() and torch.equal(state, torch.get_rng_state())
-    assert all(bool(t.isnan().all()) for t in outputs), "a capture computes nothing"
-    views = [t.view(2, -1) for t in outputs]
-    for step in range(3):
-        x.copy_(torch.arange(4.0) - step)
-        with torch.no_grad():
-            w.add_(0.5)
-        before, state = count.clone(), torch.get_rng_state()
-        expected = lines()
-        doubled.zero_()
-        after = count.clone()
-        count.copy_(before)
-        torch.set_rng_state(state)
-        graph.replay()
-        assert torch.equal(count, after) and torch.equal(doubled, 2 * x)
-        for view, value in zip(views, expected, strict=True):
-            assert torch.equal(view, value.view(2, -1))
-    assert graph.replays == 3 and Graph.made == [graph]
-
-
-def _double(source: Any, target: Any) -> None:
-    """Launch a function of the host as `Kernels.launch` calls those of the compiled library."""
-    from megatron_hecate.device.launch import Kernels
-
-    pointers = (ctypes.c_void_p(t.data_ptr()) for t in (source, target))
-    kernels = SimpleNamespace(on_gpu=False, function={"double_floats": _double_floats}.get)
-    Kernels.launch(kernels, "double_floats", *pointers, ctypes.c_uint(4), blocks=1, threads=1)
-
-
-def _double_floats(source: Any, target: Any, count: Any) -> None:
-    floats = ctypes.POINTER(ctypes.c_float)
-    for i in range(count.value):
-        ctypes.cast(target, floats)[i] = 2 * ctypes.cast(source, floats)[i]

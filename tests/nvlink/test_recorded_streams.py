@@ -1,17 +1,29 @@
 """Megatron trains with FSSDP as on GPUs (`gpu_on_cpu`); what it tells its streams is played through (`stream_order`).
 
-Oracles: the same model without FSSDP, and CUDA's rules of streams. That the recording has what matters is shown by
-leaving out the waits for transfers, which must be found.
+Oracles: the same model without FSSDP, and CUDA's rules of streams. That the recording has what matters, and that the
+simulator sees it, is shown by what must be found: transfers that nobody waits for, too few multiprocessors, and a rank
+that begins two transfers in the other order.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from ranks import ranks
-from stream_order import Recordings, Wait, Work, beside, crowds, hazards, play
+from stream_order import (
+    Entry,
+    Record,
+    Recordings,
+    Wait,
+    Work,
+    beside,
+    crowds,
+    hazards,
+    play,
+)
 
 pytestmark = pytest.mark.newest
 
@@ -29,17 +41,24 @@ def _computes(work: Work) -> bool:
 
 
 def _without_waits_for_transfers(recordings: Recordings) -> Recordings:
-    of_transfers = {
-        entry.stream for entries in recordings for entry in entries if _is_transfer(entry)
-    }
+    streams = {e.stream for entries in recordings for e in entries if _is_transfer(e)}
     events = {
-        entry.event for entries in recordings for entry in entries if getattr(entry, "stream", None) in of_transfers
-        and not isinstance(entry, Work | Wait)
-    }  # fmt: skip
+        e.event
+        for entries in recordings
+        for e in entries
+        if isinstance(e, Record) and e.stream in streams
+    }
     return [
         [e for e in entries if not (isinstance(e, Wait) and e.event in events)]
         for entries in recordings
     ]
+
+
+def _with_two_transfers_swapped(entries: Sequence[Entry]) -> list[Entry]:
+    swapped = list(entries)
+    first, second, *_ = (i for i, e in enumerate(swapped) if _is_transfer(e))
+    swapped[first], swapped[second] = swapped[second], swapped[first]
+    return swapped
 
 
 def _is_transfer(entry: Any) -> bool:
@@ -84,8 +103,9 @@ def _check(recordings: Recordings, *, sms: int) -> None:
     assert any(map(_fetches, works)) and any(map(_returns, works)) and any(map(_computes, works))
     played = play(recordings)
     assert hazards(played) == [] and crowds(played, _is_transfer, sms=sms) == []
-    assert hazards(play(_without_waits_for_transfers(recordings))), (
-        "nothing waited for transfers, and nothing was found"
-    )
+    assert hazards(play(_without_waits_for_transfers(recordings)))
+    assert crowds(played, _is_transfer, sms=1)
+    with pytest.raises(ValueError, match=r"ranks do not meet: rank 0 comes to .*; rank 1 comes to"):
+        play([recordings[0], _with_two_transfers_swapped(recordings[1])])
     hidden = [bool(beside(one, played, _computes)) for one in played if _fetches(one.work)]
     assert sum(hidden) > len(hidden) / 2, "most fetches may run beside GEMMs"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 import variants
-from layout_tables import LAYOUTS, TWICE
+from layout_tables import LAYOUTS
 from quick import quick
 from ranks import ranks
 
@@ -47,8 +47,3 @@ def test_layout(name: str, chosen: list[str]) -> None:
             print(
                 f"\n| {name} | {variant} | {worst['loss']:.1e} | {worst['grad']:.1e} |", flush=True
             )
-
-
-def test_two_layouts_are_trained_twice() -> None:
-    assert len(TWICE) == 2
-    assert all(variant in LAYOUTS[name].names for name, variant in TWICE.items())

@@ -378,3 +378,4 @@ LAYOUTS: dict[str, Layout] = {
 }
 # Trained once more, and the same bit for bit.
 TWICE = {"distopt-overlap": "replaced", "pp2-vpp2-distopt-overlap": "homes-layer-late"}
+assert all(variant in LAYOUTS[name].names for name, variant in TWICE.items())
