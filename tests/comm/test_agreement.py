@@ -27,13 +27,6 @@ def test_notes_are_compared() -> None:
         "FSSDP cannot be switched on:\n  - it is monday\n  - rank 2 has slots=3, rank 0 has slots=2\n"
         "  - the model has no MoE layer; set --num-experts, or leave --moe-fssdp off\n  - 3 are too many"
     )
-    if rank:
-        with pytest.raises(
-            TimeoutError,
-            match=rf"FSSDP: rank {rank} waited 6 s for ranks \[0\] to switch FSSDP on",
-        ):
-            good.agree(timeout=0.5)
-    dist.barrier()
 
 
 @ranks(3)
@@ -48,13 +41,3 @@ def test_many_problems_are_counted() -> None:
     assert str(caught.value).splitlines()[1:] == [*lines[:LISTED], f"  - and {121 - LISTED} more"]
     with pytest.raises(ValueError, match=r"  - ranks 1-2 have slots=3, rank 0 has slots=2$"):
         Note(bad.settings, bad.layers).agree(timeout=20.0)
-
-
-@ranks(2)
-def test_an_exception_of_the_judge_reaches_all() -> None:
-    with pytest.raises(
-        RuntimeError,
-        match="rank 0 failed while it evaluated the messages of all ranks: ZeroDivisionError",
-    ):
-        Note(layers=["layer 1"]).agree(timeout=20.0, judge=lambda notes: ([], 1 // 0))
-    assert Note(layers=["layer 1"]).agree(timeout=20.0)[0] is None

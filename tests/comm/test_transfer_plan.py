@@ -10,6 +10,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from plan_cases import some_homes, some_replicas
 from seeds import seeds
 
 from megatron_hecate.comm.transport import ALIGNMENT, Copy, LayerBuffer, TransferPlan, chunks_in
@@ -41,30 +42,6 @@ def test_a_small_plan() -> None:
     assert late[2].receives == ((1, 0),) and late[2].turns == (0,)
 
 
-def _placement(rng: np.random.Generator, *, one_expert: bool) -> Placement:
-    """Ranks with 0 to 4 homes each, in any order, then 0 to 4 free slots, any of which hold replicas.
-
-    Args:
-        rng: of what is drawn.
-        one_expert: whether only one expert has replicas, one on every rank with a slot.
-    """
-    num_ranks = int(rng.integers(2, 9))
-    homes = rng.integers(0, 5, num_ranks)
-    homes[rng.integers(num_ranks)] += 1  # there is at least one expert
-    home, table = np.repeat(np.arange(num_ranks), homes), np.full((num_ranks, 10), EMPTY)
-    home = rng.permutation(home)
-    share, single = rng.choice([0.0, 0.5, 1.0]), int(rng.integers(len(home)))
-    for rank in range(num_ranks):
-        table[rank, : homes[rank]] = rng.permutation(np.flatnonzero(home == rank))
-        away = rng.permutation(np.flatnonzero(home != rank)).tolist()
-        if one_expert:
-            away, share = [single] if home[single] != rank else [], 1.0
-        for slot in range(homes[rank], homes[rank] + rng.integers(0, 5)):
-            if away and rng.random() < share:  # else the slot is empty, also before others
-                table[rank, slot] = away.pop()
-    return Placement(home=home, table=table)
-
-
 def _copies(placement: Placement) -> list[Copy]:
     """Every replica, by expert, then rank: own experts and replica slots are counted from 0 on every rank."""
     copies = []
@@ -82,13 +59,16 @@ def _copies(placement: Placement) -> list[Copy]:
     return [copy for _, copy in sorted(copies, key=lambda pair: (pair[0], pair[1].rank))]
 
 
-@pytest.mark.parametrize("one_expert", [False, True], ids=["any", "of one expert"])
-@seeds(30)
-def test_random_placements(seed: int, one_expert: bool) -> None:
+@seeds(60)
+def test_random_placements(seed: int) -> None:
     """Every rank derives the same copies; what is late is what the earlier placement lacks. Of any two ranks, what one
     sends to the other is what that receives, in the same order and rounds."""
     rng = np.random.default_rng(seed)
-    placement = _placement(rng, one_expert=one_expert)
+    homes = some_homes(rng, most_ranks=8, most_experts=(2, 24)[seed % 2])
+    homes_first = np.argsort(homes.table == EMPTY, axis=1, kind="stable")
+    table = np.take_along_axis(homes.table, homes_first, axis=1)
+    homes = Placement(home=homes.home.copy(), table=table)
+    placement = some_replicas(rng, homes, share=rng.choice([0.5, 1.0]))
     rank_of_slot = np.arange(placement.num_ranks)[:, None]
     drop = (placement.table != EMPTY) & (placement.home[placement.table] != rank_of_slot)
     table = np.where(drop & (rng.random(placement.table.shape) < 0.5), EMPTY, placement.table)

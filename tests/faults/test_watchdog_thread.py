@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from megatron_hecate.faults import watchdog
+from megatron_hecate.faults import under_way, watchdog
 from megatron_hecate.faults.rendezvous import read_keys
 from megatron_hecate.faults.watchdog import Heartbeat, Watchdog, here, name_ranks_behind
 
@@ -110,22 +110,25 @@ def _post(server: dist.Store, rank: int, **changed: Any) -> None:
 def test_the_first_rank_says_who_is_behind_and_what_is_under_way(
     waiting: Callable[..., Watchdog], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Rank 1 has never come to a forward, and is stopped; rank 3 tells what it waits for."""
+    """Rank 1 has never come to a forward, and is stopped; rank 0 tells what it waits for."""
     server = _server()
+    work = mock.Mock(**{"is_completed.return_value": False})
+    under_way.note([work], lambda: "layer 2: spRS")
     first = "before its first forward"
     _post(server, 1, posted=0.0, since=0.0, steps=0, where=first, host="b")
-    _post(server, 2)
-    _post(server, 3, transfers="layer 2: spAG (for 9 s)")
+    for other in (2, 3):
+        _post(server, other)
     out: list[str] = []
     reporter = waiting(server.clone(), 0, range(4))
     _until(lambda: out.append(capfd.readouterr().out) or "".join(out))
     time.sleep(1.5)
     reporter.stop()
+    under_way.forget()
     out.append(capfd.readouterr().out)
     assert re.fullmatch(
         r"FSSDP: rank 0 made no progress for \d+ s: iteration 4, layer 2\. Behind: rank 1 on b \("
         r"stopped, exited or unreachable; last heartbeat: before its first forward, since [\d: -]+\)\. "
-        r"Under way on rank 3: layer 2: spAG \(for 9 s\)\n",
+        r"Under way on rank 0: layer 2: spRS \(for \d s\)\n",
         "".join(out),
     ), out
 
