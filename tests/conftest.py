@@ -15,6 +15,12 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 rank_modules.install()
 
 
+@pytest.fixture(autouse=True)
+def _search_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore after each test what commands change: ranks of later tests search their modules there."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Prefix of a small dataset."""
@@ -53,5 +59,4 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict, list[str]]
 
     monkeypatch.setattr(launcher, "_run", note)
     monkeypatch.setattr(launcher, "_stay_in_front", list)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     return targets

@@ -6,7 +6,6 @@ Oracle: the launcher, which the parametrized flags are given to as well; literal
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,7 +139,6 @@ def test_command_lines_as_the_launcher(
     # torch logs a line about GPUs at its import
     pytest.importorskip("megatron.training.arguments")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "script.py").touch()
     for flags, part in [*WRONG, *((flags, None) for flags in RIGHT)]:
         for words in _command_lines(flags):

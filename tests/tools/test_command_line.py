@@ -39,7 +39,6 @@ def check(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     import megatron.training.arguments  # noqa: F401
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
     (tmp_path / "script.py").touch()
 
     def run(words: str) -> tuple[int, str]:
