@@ -3,7 +3,7 @@
     python bench/what_if.py [--only forced,parts,laer,marin,cpu]
 
 Each table marks the rows that were fitted to the measurements and the rows that were held back.
-docs/what-if-checks.md keeps the output. Sources and licences of the measurements:
+docs/what-if-checks.md sums up the output. Sources and licences of the measurements:
 bench/data/README.md.
 """
 
