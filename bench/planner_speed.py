@@ -103,7 +103,7 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
         across_nodes=False,
     )
     host = torch.device("cpu")
-    tables = QuotaTables(GroupShape.of(world, homes), host, Kernels(host))
+    tables = QuotaTables(GroupShape(world, homes), host, Kernels(host))
     history = LoadHistory()
     free = priced = None
     seconds = np.empty((len(COLUMNS), calls))

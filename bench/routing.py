@@ -81,7 +81,7 @@ class Case:
         self.world = World(tuple(rank // PER_NODE for rank in range(ranks)))
         self.homes = Placement.initial(experts, ranks, num_slots=slots)
         self.kernels = Kernels(device)
-        self.tables = QuotaTables(GroupShape.of(self.world, self.homes), device, self.kernels)
+        self.tables = QuotaTables(GroupShape(self.world, self.homes), device, self.kernels)
         self.loads = torch.zeros(ranks, experts, dtype=torch.int32, device=device)
         self.map = torch.zeros(tokens, experts, dtype=torch.bool, device=device)
         self.probs = torch.zeros(tokens, experts, device=device, requires_grad=True)
@@ -111,7 +111,7 @@ class Case:
 
     def count(self) -> CountedTokens:
         """Count the tokens of each expert."""
-        return CountedTokens.of(self.map, self.kernels)
+        return CountedTokens(self.map, self.kernels)
 
     def parts(self) -> Tensor:
         """Compute the source's tokens for each holder."""

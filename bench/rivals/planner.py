@@ -125,7 +125,7 @@ class Planner(abc.ABC):
 
     def split(self, load: np.ndarray, placement: Placement) -> Quotas:
         """Split the load into quotas, tokens of each source for each holder; default: FSSDP's."""
-        tokens, order = quotas_of_all(load, placement, GroupShape.of(self.setting.world, placement))
+        tokens, order = quotas_of_all(load, placement, GroupShape(self.setting.world, placement))
         by_rank = np.lexsort((order.rank, order.expert))
         return Quotas(order.expert[by_rank], order.rank[by_rank], tokens[:, by_rank])
 

@@ -59,14 +59,11 @@ class QuotaTables:
             self.holders = torch.zeros(shape.holders_size, dtype=torch.int32, device=device)
         # the addresses stay valid, because neither buffer is ever reallocated
         self.at = [ctypes.c_void_p(table.data_ptr()) for table in (self.group, self.holders)]
-        # sizes of the tensors of every launch
         self._work_size = shape.work_size(THREADS)
-        self._parts_size = shape.parts_size
         shared_bytes = shape.shared_bytes(THREADS)
         self._shared_bytes = shared_bytes if shared_bytes <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
         self._loads_shape = (len(shape.source_rank), shape.num_experts)
-        self._exchange_sizes = shape.exchange_sizes
         # index of each source in the group's order
         self._places = np.argsort(shape.order).tolist()
         # the last placement without replicas, and its `parts`
@@ -74,7 +71,7 @@ class QuotaTables:
 
     def place(self, placement: Placement) -> None:
         """Write the tables of ``placement`` on the current stream, without host synchronization."""
-        table = torch.from_numpy(HolderOrder.of(placement, self.shape).table(self.shape))
+        table = torch.from_numpy(HolderOrder(placement, self.shape).table())
         # torch's pinned allocator reuses the buffer only after the asynchronous copy is done
         if self.device.type == "cuda":
             table = table.pin_memory()
@@ -86,7 +83,7 @@ class QuotaTables:
         """Result of `parts` without replicas, which depends neither on source nor on loads."""
         assert self.placed is not None and not self.placed.num_replicas, "there are replicas"
         if self._homes is None or self._homes[0] is not self.placed:
-            order = HolderOrder.of(self.placed, self.shape)
+            order = HolderOrder(self.placed, self.shape)
             size = self.shape.num_physical
             parts = np.full(self.shape.parts_size, np.iinfo(np.int32).max, np.int32)
             parts[size : size + len(order.physical)] = order.physical
@@ -97,7 +94,7 @@ class QuotaTables:
 
     def parts_and_exchange(self, loads: Tensor, source: int) -> tuple[Tensor, Exchange]:
         """Split one source's tokens as `parts` does, and count the exchange, in the same launch."""
-        sizes = self._exchange_sizes
+        sizes = self.shape.exchange_sizes
         counts = torch.empty(sum(sizes), dtype=torch.int64, device=self.device)
         parts = self.parts(loads, source, counts)
         # `Tensor.split` runs Python around this method
@@ -122,7 +119,7 @@ class QuotaTables:
         # working arrays in global memory, for tables that do not fit into shared memory and for
         # counts above 32 bits
         work = torch.empty(self._work_size, dtype=torch.int64, device=self.device)
-        parts = torch.empty(self._parts_size, dtype=torch.int32, device=self.device)
+        parts = torch.empty(self.shape.parts_size, dtype=torch.int32, device=self.device)
         self.kernels.launch(
             "fssdp_quotas",
             *self.at,

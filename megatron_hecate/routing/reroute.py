@@ -6,7 +6,6 @@ the second's. The kernels are in ``kernels/reroute.cuh``.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from ctypes import c_uint, c_ulonglong, c_void_p
 from typing import Any
@@ -35,53 +34,41 @@ TINY = {
 }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class CountedTokens:
-    """Token counts of one source.
+    """Token counts of one source, by one kernel launch.
 
     Args:
-        routing_map: [T, E] bool.
+        routing_map: experts of each token, [T, E] bool.
+        kernels: kernels of its device.
+        total: [E] int64 sum to which the launch adds the loads.
+
+    Attributes:
+        routing_map: contiguous.
+        tile: tokens per tile.
         before: [tiles, E] int32, tokens for an expert before each tile of tokens.
         loads: [E] int32, tokens for an expert in all tiles.
-        tile: tokens per tile.
     """
 
-    routing_map: Tensor
-    before: Tensor
-    loads: Tensor
-    tile: int
-
-    @classmethod
-    def of(
-        cls, routing_map: Tensor, kernels: Kernels, total: Tensor | None = None
-    ) -> CountedTokens:
-        """Count the tokens of ``routing_map`` [T, E] bool, in one kernel launch.
-
-        Args:
-            routing_map: experts of each token.
-            kernels: kernels of its device.
-            total: [E] int64 sum to which the launch adds the loads.
-        """
-        routing_map = routing_map.contiguous()
+    def __init__(self, routing_map: Tensor, kernels: Kernels, total: Tensor | None = None) -> None:
+        self.routing_map = routing_map = routing_map.contiguous()
         num_tokens, num_experts = routing_map.shape
-        tile = max(LEAST_TILE, -(-num_tokens // MOST_TILES))
-        tiles = max(1, -(-num_tokens // tile))
-        offsets = routing_map.new_empty((tiles, num_experts), dtype=torch.int32)
-        loads = routing_map.new_empty(num_experts, dtype=torch.int32)
+        self.tile = max(LEAST_TILE, -(-num_tokens // MOST_TILES))
+        tiles = max(1, -(-num_tokens // self.tile))
+        self.before = routing_map.new_empty((tiles, num_experts), dtype=torch.int32)
+        self.loads = routing_map.new_empty(num_experts, dtype=torch.int32)
         kernels.launch(
             "fssdp_count",
             c_uint(num_tokens),
-            c_uint(tile),
+            c_uint(self.tile),
             c_uint(num_experts),
             c_void_p(routing_map.data_ptr()),
-            c_void_p(offsets.data_ptr()),
-            c_void_p(loads.data_ptr()),
+            c_void_p(self.before.data_ptr()),
+            c_void_p(self.loads.data_ptr()),
             c_void_p(None if total is None else total.data_ptr()),
             c_void_p(_arrivals(routing_map.device).data_ptr()),
             blocks=tiles,
             threads=THREADS,
         )
-        return cls(routing_map, offsets, loads, tile)
 
 
 def reroute(

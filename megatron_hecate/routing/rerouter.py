@@ -85,15 +85,15 @@ class Rerouter:
         stream and without host synchronization.
         """
         if self._tables is None:
-            shape = GroupShape.of(self._world, placement, self._source_rank)
+            shape = GroupShape(self._world, placement, self._source_rank)
             self._kernels = self._kernels or Kernels(device)
             self._tables = QuotaTables(shape, device, self._kernels)
         self._tables.place(placement)
 
     def count(self, routing_map: Tensor, total: Tensor | None = None) -> CountedTokens:
-        """Count this source's tokens in ``routing_map`` [T, E] bool; see `CountedTokens.of`."""
+        """Count this source's tokens in ``routing_map`` [T, E] bool; see `CountedTokens`."""
         self._kernels = self._kernels or Kernels(routing_map.device)
-        return CountedTokens.of(routing_map, self._kernels, total)
+        return CountedTokens(routing_map, self._kernels, total)
 
     def gather_loads(self, counted: CountedTokens) -> Tensor:
         """Gather the tokens of every source for every expert, [N, E] int32.

@@ -5,7 +5,6 @@ Letters in shapes: E experts, R ranks, P physical experts of a rank, N sources, 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -14,41 +13,25 @@ import numpy as np
 from megatron_hecate.plan import EMPTY, Placement, World
 
 
-@dataclasses.dataclass(frozen=True)
 class GroupShape:
     """Constant sizes and topology of a layer's group.
 
     Args:
         world: node of every rank.
-        num_experts: E.
-        slots_per_rank: P.
-        source_rank: [N] the rank of each source's tokens. With expert tensor parallelism several
-            sources share a rank.
+        placement: any placement of the layer; all have equal sizes.
+        source_rank: [N] the rank of each source's tokens; by default source n is rank n. With
+            expert tensor parallelism several sources share a rank.
     """
 
-    world: World
-    num_experts: int
-    slots_per_rank: int
-    source_rank: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls, world: World, placement: Placement, source_rank: Sequence[int] | None = None
-    ) -> GroupShape:
-        """Build the shape for ``placement`` and all placements of equal size.
-
-        Args:
-            world: node of every rank.
-            placement: homes and slots.
-            source_rank: [N] rank of each source; by default source n is rank n.
-        """
-        ranks = range(world.num_ranks) if source_rank is None else source_rank
-        return cls(world, placement.num_experts, placement.slots_per_rank, tuple(ranks))
-
-    @cached_property
-    def num_physical(self) -> int:
-        """Number of physical experts (R * P), an upper bound for the number of holders."""
-        return self.world.num_ranks * self.slots_per_rank
+    def __init__(
+        self, world: World, placement: Placement, source_rank: Sequence[int] | None = None
+    ) -> None:
+        self.world = world
+        self.num_experts = placement.num_experts
+        self.slots_per_rank = placement.slots_per_rank
+        self.source_rank = range(world.num_ranks) if source_rank is None else source_rank
+        # Number of physical experts (R * P), an upper bound for the number of holders.
+        self.num_physical = placement.table.size
 
     @cached_property
     def by_node(self) -> np.ndarray:
@@ -125,12 +108,12 @@ class GroupShape:
         """Offset of the sets of holding ranks in that table, in int32; aligned to 8 bytes."""
         return (2 + self.num_experts + 10 * self.num_physical + 1) // 2 * 2
 
-    @property
+    @cached_property
     def parts_size(self) -> int:
         """Size of one source's `Parts`, in int32 numbers."""
         return 2 * self.num_physical + self.num_experts + 1
 
-    @property
+    @cached_property
     def exchange_sizes(self) -> tuple[int, ...]:
         """Sizes of the arrays of an `Exchange`, in order, in int64 numbers.
 
@@ -141,31 +124,27 @@ class GroupShape:
         return sources * slots, slots, sources, self.world.num_ranks, 1
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class HolderOrder:
     """Holders of one placement, sorted by expert, then node, then rank.
 
-    Args:
+    Attributes:
         expert: [C] expert of each holder.
         rank: [C] rank of each holder.
         physical: [C] physical expert of each holder, ``rank * P + slot``.
     """
 
-    expert: np.ndarray
-    rank: np.ndarray
-    physical: np.ndarray
-
-    @classmethod
-    def of(cls, placement: Placement, shape: GroupShape) -> HolderOrder:
-        """Sort the holders of ``placement``."""
+    def __init__(self, placement: Placement, shape: GroupShape) -> None:
         rank, slot = np.nonzero(placement.table != EMPTY)
         expert = placement.table[rank, slot]
         sorted_by = np.lexsort((rank, shape.world.node_index[rank], expert))
-        physical = rank * placement.slots_per_rank + slot
-        return cls(expert[sorted_by], rank[sorted_by], physical[sorted_by])
+        self._shape = shape
+        self.expert = expert[sorted_by]
+        self.rank = rank[sorted_by]
+        self.physical = (rank * placement.slots_per_rank + slot)[sorted_by]
 
-    def table(self, shape: GroupShape) -> np.ndarray:
+    def table(self) -> np.ndarray:
         """Serialize the holders in the layout of `holders_at`."""
+        shape = self._shape
         num_physical = shape.num_physical
         count = np.bincount(self.expert, minlength=shape.num_experts)
         holder_index = np.full(num_physical, -1)

@@ -329,7 +329,7 @@ def _routing(world: World, device: torch.device) -> float:
     homes = Placement.initial(2 * num_ranks, num_ranks, num_slots=1)
     placement = homes.with_replicas((2 * r, (r + 1) % num_ranks) for r in range(num_ranks))
     tokens = torch.randint(0, 1000, (2 * num_ranks,), dtype=torch.int32, device=device)
-    tables = QuotaTables(GroupShape.of(world, placement), device, Kernels(device))
+    tables = QuotaTables(GroupShape(world, placement), device, Kernels(device))
     tables.place(placement)
 
     def route() -> None:

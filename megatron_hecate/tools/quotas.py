@@ -27,12 +27,12 @@ def quotas_of_all(
     Returns:
         [N, C] int64 tokens of each source for each holder, and the order of the holders.
     """
-    order = HolderOrder.of(placement, shape)
+    order = HolderOrder(placement, shape)
     kernels = Kernels(torch.device("cpu"))
     loads = np.ascontiguousarray(loads, np.int32)
     work = np.empty(shape.work_size(1), np.int64)
     parts = np.zeros((len(loads), shape.parts_size), np.int32)
-    arrays = (shape.table(), order.table(shape), loads, work, parts)
+    arrays = (shape.table(), order.table(), loads, work, parts)
     *tables, out = (ctypes.c_void_p(array.ctypes.data) for array in arrays)
     solve = kernels.function("fssdp_quotas_of_all")
     solved = any(solve(*tables, width, out) for width in ([bits] if bits else [32, 64]))

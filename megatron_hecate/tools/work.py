@@ -137,7 +137,7 @@ def _flow(loads: np.ndarray, placement: Placement, world: World) -> np.ndarray:
         placement: homes and replicas.
         world: ranks and their nodes.
     """
-    tokens, order = quotas_of_all(loads, placement, GroupShape.of(world, placement))
+    tokens, order = quotas_of_all(loads, placement, GroupShape(world, placement))
     flow = np.zeros((len(loads), world.num_ranks), dtype=np.int64)
     np.add.at(flow.T, order.rank, tokens.T)
     return flow

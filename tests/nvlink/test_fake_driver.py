@@ -93,7 +93,7 @@ def test_layers_of_two_sizes_that_need_much_shared_memory() -> None:
     world, tables = World(node=(0, 0, 0, 0)), list[QuotaTables]()
     for num_experts in (16, 8):
         homes = Placement.initial(num_experts, 4, num_slots=1)
-        shape, kernels = GroupShape.of(world, homes), Kernels(gpu_on_cpu.GPU)
+        shape, kernels = GroupShape(world, homes), Kernels(gpu_on_cpu.GPU)
         tables.append(QuotaTables(shape, gpu_on_cpu.GPU, kernels))
         tables[-1].place(homes.with_replicas([(0, 3)]))
     large, small = tables
@@ -158,7 +158,7 @@ def test_threads_without_a_context() -> None:
             )
         )
     driver.clear()
-    assert in_new_thread(lambda: CountedTokens.of(routing_map, kernels)).loads.tolist() == [5, 5, 5]
+    assert in_new_thread(lambda: CountedTokens(routing_map, kernels)).loads.tolist() == [5, 5, 5]
     assert not driver.faults, driver.log
 
 
@@ -184,10 +184,10 @@ def test_counts_that_may_run_at_once_share_no_counter() -> None:
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for stream in streams * 2:
         with torch.cuda.stream(stream):
-            assert CountedTokens.of(routing_map, kernels).loads.tolist() == [5, 5, 5]
+            assert CountedTokens(routing_map, kernels).loads.tolist() == [5, 5, 5]
     torch.cuda.is_current_stream_capturing = lambda: True
     for _ in range(2):
-        CountedTokens.of(routing_map, kernels)
+        CountedTokens(routing_map, kernels)
     assert counters[:2] == counters[2:4] and len(set(counters)) == 4
     assert not driver.faults, driver.log
 

@@ -111,7 +111,7 @@ def test_tokens_reach_the_replicas(copies: str) -> None:
     cost = price(copies, world)
     plan = plan_replicas(forecast, homes, world, cost=cost)
     check_placement(plan, num_slots=SLOTS)
-    tokens, order = quotas_of_all(counts, plan, GroupShape.of(world, plan))
+    tokens, order = quotas_of_all(counts, plan, GroupShape(world, plan))
     load = np.bincount(order.rank, weights=tokens.sum(axis=0), minlength=num_ranks)
     bare = np.bincount(homes.home, weights=forecast, minlength=num_ranks)
     assert bare.max() > 3 * bare.mean() and load.max() < 1.1 * load.mean()

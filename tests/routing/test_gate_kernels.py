@@ -66,7 +66,7 @@ class Block:
         chosen = rng.random((tokens, experts)) < 0.3
         rank, loads = int(rng.integers(self.placement.num_ranks)), self.loads.astype(np.int32)
         loads[rank] = chosen.sum(axis=0)
-        shape = GroupShape.of(self.world, self.placement)
+        shape = GroupShape(self.world, self.placement)
         quotas, order = quotas_of_all(loads, self.placement, shape)
         most, counts = shape.num_physical, np.bincount(order.expert, minlength=experts)
         begin = np.concatenate([[0], np.cumsum(counts)])
@@ -93,7 +93,7 @@ class Block:
         head = [self.threads, self.lanes, self.blocks, tokens, TILE, own, rank]
         head += [shape.work_size(self.threads), shared, experts, most]
         arrays = [np.array(head, np.int32), shape.table()]
-        arrays += [HolderOrder.of(self.placement, shape).table(shape), loads, parts, chosen]
+        arrays += [HolderOrder(self.placement, shape).table(), loads, parts, chosen]
         arrays += [np.array(before, np.int32), loads[rank], probs, out > 0, out, out_grad.T, grad]
         arrays.append(exchange(tokens_of, rank, shape.slots_per_rank))
         contents = [np.uint64(a.nbytes).tobytes() + a.tobytes() for a in arrays]

@@ -35,7 +35,7 @@ TRACES = Path(__file__).resolve().parents[2] / "bench" / "data"
 
 
 def solve(loads: np.ndarray, placement: Placement, world: World) -> tuple[np.ndarray, HolderOrder]:
-    return quotas_of_all(loads, placement, GroupShape.of(world, placement))
+    return quotas_of_all(loads, placement, GroupShape(world, placement))
 
 
 def dense(tokens: np.ndarray, order: HolderOrder, placement: Placement) -> np.ndarray:
@@ -91,7 +91,7 @@ def test_every_token_goes_to_one_holder_the_nearest_first(seed: int) -> None:
     source_rank = rng.permutation(np.arange(num_sources) % placement.num_ranks)
     loads = loads_of(rng, num_sources, placement.num_experts, tokens=200)
     world = some_world(rng, placement.num_ranks)
-    shape = GroupShape.of(world, placement, source_rank.tolist())
+    shape = GroupShape(world, placement, source_rank.tolist())
     tokens, order = quotas_of_all(loads, placement, shape)
     assert tokens.min() >= 0 and (placement.table.flat[order.physical] == order.expert).all()
     assert (order.physical // placement.slots_per_rank == order.rank).all()
@@ -130,7 +130,7 @@ def test_recorded_loads_are_balanced(trace: str, num_ranks: int, slots: int) -> 
     for step, layer in zip(steps, layers, strict=True):
         earlier, loads = counts[step - 1, layer].sum(axis=0), counts[step, layer]
         placement = plan_replicas(earlier, homes, world, cost=CopyCost())
-        shape = GroupShape.of(world, placement, source_rank.tolist())
+        shape = GroupShape(world, placement, source_rank.tolist())
         tokens, order = quotas_of_all(loads, placement, shape)
         assert (dense(tokens, order, placement).sum(axis=2) == loads).all() and tokens.min() >= 0
         below = int((largest(tokens, order) - 1) / 1.001)

@@ -34,8 +34,8 @@ def test_a_count_adds_to_a_sum() -> None:
     counted = torch.zeros(EXPERTS, dtype=torch.int64)
     for num_tokens in (1, 0, 333):
         routing_map = torch.rand(num_tokens, EXPERTS) < 0.3
-        CountedTokens.of(routing_map, kernels)
-        assert torch.equal(CountedTokens.of(routing_map, kernels, total).loads, routing_map.sum(0))
+        CountedTokens(routing_map, kernels)
+        assert torch.equal(CountedTokens(routing_map, kernels, total).loads, routing_map.sum(0))
         counted += routing_map.sum(0)
     assert torch.equal(total, begun + counted)
 

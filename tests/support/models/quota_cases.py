@@ -28,7 +28,7 @@ def check_every_source(seed: int, device: torch.device) -> None:
     placement = some_replicas(rng, some_homes(rng), share=float(rng.choice([0.3, 1.0])))
     if seed % 4 == 2:
         placement = chain(int(rng.integers(3, 14)))
-    shape = GroupShape.of(some_world(rng, placement.num_ranks), placement)
+    shape = GroupShape(some_world(rng, placement.num_ranks), placement)
     loads = loads_of(rng, placement.num_ranks, placement.num_experts)
     if seed % 2:
         scale = int(rng.uniform(0.02, 2) * 2**31 / max(1, loads.sum()))

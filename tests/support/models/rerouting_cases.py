@@ -50,7 +50,7 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
     placement, world, sources = some_placement(rng, seed), World((0, 0, 1, 1)), RANKS * tp_size
     maps = [some_routing_map(rng, seed, tokens=tokens[n % len(tokens)]) for n in range(sources)]
     loads = torch.from_numpy(np.stack([m.sum(axis=0) for m in maps])).int()
-    shape = GroupShape.of(world, placement, [n // tp_size for n in range(sources)])
+    shape = GroupShape(world, placement, [n // tp_size for n in range(sources)])
     config = SimpleNamespace(
         moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
     )
