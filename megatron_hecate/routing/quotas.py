@@ -70,7 +70,10 @@ class QuotaTables:
         self._homes: tuple[Placement, Tensor] | None = None
 
     def place(self, placement: Placement) -> None:
-        """Write the tables of ``placement`` on the current stream, without host synchronization."""
+        """Route to the holders of ``placement`` from here on.
+
+        Its tables are written on the current stream, without host synchronization.
+        """
         table = torch.from_numpy(HolderOrder(placement, self.shape).table())
         # torch's pinned allocator reuses the buffer only after the asynchronous copy is done
         if self.device.type == "cuda":

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.comm.collectives import gather_rows
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import Placement, World
 from megatron_hecate.routing.quotas import Exchange, QuotaTables
@@ -27,8 +26,8 @@ class Rerouter:
     Args:
         dispatcher: the layer's own dispatcher, over homes.
         world: nodes of the FSSDP group.
-        label: name of the layer in errors.
-        timeout: limit in seconds for the all-gather of loads.
+        homes: any placement of the layer; all have equal sizes.
+        device: device of the tokens.
         exchanges: whether to count the all-to-all of `reroute`, for a dispatcher over physical
             experts that takes the counts.
     """
@@ -37,9 +36,9 @@ class Rerouter:
         self,
         dispatcher: Any,
         world: World,
+        homes: Placement,
+        device: torch.device,
         *,
-        label: str,
-        timeout: float,
         exchanges: bool = False,
     ) -> None:
         # all ranks whose tokens reach the experts; with expert tensor parallelism, several per
@@ -47,8 +46,10 @@ class Rerouter:
         self.sources: dist.ProcessGroup = dispatcher.tp_ep_group
         # index of this rank among them
         self._source = self.sources.rank()
-        self._source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
-        self._world, self._label, self._timeout = world, label, timeout
+        source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
+        self._kernels = Kernels(device)
+        # of the group, and of the placement that tokens are routed by
+        self.tables = QuotaTables(GroupShape(world, homes, source_rank), device, self._kernels)
         config = dispatcher.config
         backend = None
         if config.moe_token_dispatcher_type == "flex":
@@ -60,56 +61,22 @@ class Rerouter:
         self._by_probability = backend in ("deepep", "ncclep")
         self._padded = config.moe_pad_expert_input_to_capacity
         self._exchanges = exchanges
-        # kernels and tables are made for the device of the first placement
-        self._kernels: Kernels | None = None
-        self._tables: QuotaTables | None = None
 
-    def without_padding(self, routing_map: Tensor, probs: Tensor) -> Tensor:
-        """Remove the padding to capacity from a routing map, [T, E] bool.
+    def count(
+        self, routing_map: Tensor, probs: Tensor, total: Tensor | None = None
+    ) -> CountedTokens:
+        """Count this source's tokens in ``routing_map``, without the padding to capacity.
 
         Padding entries have probability zero, so they change neither outputs nor gradients.
+
+        Args:
+            routing_map: [T, E] bool.
+            probs: [T, E] routing probabilities.
+            total: see `CountedTokens`.
         """
-        if not self._padded:
-            return routing_map
-        return routing_map & (probs.detach() != 0)
-
-    @property
-    def placed(self) -> Placement | None:
-        """The current placement: the last argument of `place`."""
-        return None if self._tables is None else self._tables.placed
-
-    def place(self, placement: Placement, device: torch.device) -> None:
-        """Route to the holders of ``placement`` from here on.
-
-        Its tables are written into buffers of ``device`` with fixed addresses, on the current
-        stream and without host synchronization.
-        """
-        if self._tables is None:
-            shape = GroupShape(self._world, placement, self._source_rank)
-            self._kernels = self._kernels or Kernels(device)
-            self._tables = QuotaTables(shape, device, self._kernels)
-        self._tables.place(placement)
-
-    def count(self, routing_map: Tensor, total: Tensor | None = None) -> CountedTokens:
-        """Count this source's tokens in ``routing_map`` [T, E] bool; see `CountedTokens`."""
-        self._kernels = self._kernels or Kernels(routing_map.device)
+        if self._padded:
+            routing_map = routing_map & (probs.detach() != 0)
         return CountedTokens(routing_map, self._kernels, total)
-
-    def gather_loads(self, counted: CountedTokens) -> Tensor:
-        """Gather the tokens of every source for every expert, [N, E] int32.
-
-        On a GPU the current stream waits for the result, not the host.
-
-        Raises:
-            TransferError: if a rank dies or times out; the message names the layer.
-        """
-        return gather_rows(
-            counted.loads,
-            self.sources,
-            what="gathering the loads",
-            label=self._label,
-            timeout=self._timeout,
-        )
 
     def reroute(
         self, probs: Tensor, counted: CountedTokens, loads: Tensor
@@ -121,29 +88,22 @@ class Rerouter:
         Args:
             probs: [T, E] routing probabilities, differentiable.
             counted: counts of the same tokens.
-            loads: [N, E] result of `gather_loads` for the counts.
+            loads: [N, E] int32, the counted loads of all sources.
 
         Returns:
             The results of `routing.reroute`, and the counts of the all-to-all if ``exchanges``.
         """
-        assert self._tables is not None, "place was not called"
         exchange = None
         if self._exchanges:
-            parts, exchange = self._tables.parts_and_exchange(loads, self._source)
+            parts, exchange = self.tables.parts_and_exchange(loads, self._source)
         else:
-            parts = self._tables.parts(loads, self._source)
+            parts = self.tables.parts(loads, self._source)
         # A backend that chooses by probability would replace a chosen expert of probability zero by
         # any physical expert, even an empty slot.
-        rerouted = reroute(counted, probs, self._tables, parts, never_zero=self._by_probability)
+        rerouted = reroute(counted, probs, self.tables, parts, never_zero=self._by_probability)
         return *rerouted, exchange
 
     def to_homes(self, probs: Tensor, counted: CountedTokens) -> tuple[Tensor, Tensor]:
         """Reroute to homes, if the current placement has no replicas, without communication."""
-        assert self._tables is not None, "place was not called"
-        return reroute(
-            counted,
-            probs,
-            self._tables,
-            self._tables.parts_of_homes,
-            never_zero=self._by_probability,
-        )
+        parts = self.tables.parts_of_homes
+        return reroute(counted, probs, self.tables, parts, never_zero=self._by_probability)

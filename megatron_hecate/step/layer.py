@@ -19,10 +19,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
 from megatron_hecate import trace
+from megatron_hecate.comm.collectives import gather_rows
 from megatron_hecate.faults.watchdog import here
 from megatron_hecate.megatron.forward_pass import ForwardPass, Stage
 from megatron_hecate.megatron.training_state import Forward, captures_graph
@@ -129,16 +131,20 @@ class FSSDPLayer:
                 and running.purpose is Forward.MICROBATCH
                 and self.prefetcher.planner.awaits_late_replicas(state)
             )
-        if captured and state.always_physical and rerouter.placed is None:
+        if captured and state.always_physical and rerouter.tables.placed is None:
             # graphs are warmed up and captured before the first iteration places replicas
             state.place(None)
-        logical_map = rerouter.without_padding(routing_map, probs)
-        counted = rerouter.count(
-            logical_map, None if captured else self._sums_of(running, logical_map)
-        )
+        sums = None if captured else self._sums_of(running, routing_map.device)
+        counted = rerouter.count(routing_map, probs, sums)
         if by_quotas or late:
             with trace.span("loads", state.name):
-                loads = rerouter.gather_loads(counted)
+                loads = gather_rows(
+                    counted.loads,
+                    rerouter.sources,
+                    what="gathering the loads",
+                    label=state.name,
+                    timeout=state.config.timeout,
+                )
             if late:
                 by_quotas = self._add_late_replicas(running, loads)
         physical = by_quotas or state.always_physical
@@ -164,12 +170,12 @@ class FSSDPLayer:
             state.place(running.replicas)
         return running.replicas is not None
 
-    def _sums_of(self, running: ForwardPass, routing_map: Tensor) -> Tensor | None:
+    def _sums_of(self, running: ForwardPass, device: torch.device) -> Tensor | None:
         """Return the load monitor's sums for a microbatch's own forward, and mark it as counted."""
         if running.purpose is not Forward.MICROBATCH:
             return None
         running.is_counted = True
-        return self.prefetcher.monitor.counts(self.fssdp.index, routing_map.device)
+        return self.prefetcher.monitor.counts(self.fssdp.index, device)
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
@@ -76,8 +77,8 @@ class LayerState(Uncopied):
         self.rerouter = Rerouter(
             self.stock_dispatcher,
             world,
-            label=self.name,
-            timeout=config.timeout,
+            parts.homes_only,
+            device_of_rank(),
             exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
         )
         captured = holds_preprocess(SettingSources(layer.config))
@@ -240,8 +241,9 @@ class LayerState(Uncopied):
     def place(self, replicas: Replicas | None) -> None:
         """Route the running forward to homes and ``replicas``."""
         placement = self.homes if replicas is None else replicas.placement
-        if self.rerouter.placed is not placement:
-            self.rerouter.place(placement, self.parts.experts.home(0)[0].device)
+        tables = self.rerouter.tables
+        if tables.placed is not placement:
+            tables.place(placement)
 
     def join_homes_early(self, purpose: Forward) -> None:
         """Join homes before the attention, whose backward then hides the return of gradients."""

@@ -16,16 +16,16 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
 
     from megatron_hecate import layer_metrics
     from megatron_hecate.plan import CPU
+    from megatron_hecate.step import layer
 
     case = tiny_gpt.initialized(accumulate=2)
     stock = tiny_gpt.train(case)
 
-    def forbidden(*_: object) -> None:
+    def forbidden(*_: object, **__: object) -> None:
         raise AssertionError("a layer without replicas communicates")
 
     def watched(chunks: list) -> list:
-        for layer in tiny_gpt.moe_layers(chunks):
-            layer.fssdp.rerouter.gather_loads = forbidden
+        layer.gather_rows = forbidden
         return tiny_gpt.before_transfers(chunks, forbidden)
 
     hook = tiny_gpt.fssdp_hook(speeds=None)

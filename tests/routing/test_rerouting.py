@@ -46,14 +46,15 @@ def test_sources_without_tokens() -> None:
 
 
 def _rerouter(group: Any, node: tuple[int, ...]) -> Any:
-    from megatron_hecate.plan import World
+    from megatron_hecate.plan import Placement, World
     from megatron_hecate.routing.rerouter import Rerouter
 
     config = SimpleNamespace(
         moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
     )
     dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=1, config=config)
-    return Rerouter(dispatcher, World(node), label="layer 1", timeout=30)
+    homes = Placement.initial(EXPERTS, len(node), num_slots=1)
+    return Rerouter(dispatcher, World(node), homes, torch.device("cpu"))
 
 
 @pytest.mark.fast
@@ -72,14 +73,14 @@ def test_without_replicas_tokens_follow_homes_that_move() -> None:
         table[:, :2] = order
         home[order] = np.arange(RANKS)[:, None]
         homes = Placement(home=home, table=table)
-        rerouter.place(homes, torch.device("cpu"))
+        rerouter.tables.place(homes)
         probs = torch.rand(EXPERTS, EXPERTS, dtype=torch.float64) * routing_map
         probs.requires_grad_()
-        physical_map, physical_probs = rerouter.to_homes(probs, rerouter.count(routing_map))
+        physical_map, physical_probs = rerouter.to_homes(probs, rerouter.count(routing_map, probs))
         place = {int(e): 3 * r + i for (r, i), e in np.ndenumerate(order)}
         assert physical_map.nonzero().tolist() == [[e, place[e]] for e in range(EXPERTS)]
         forwards.append((probs, physical_probs, torch.rand_like(physical_probs), place))
-        rerouter.place(homes.with_replicas([(int(order[0, 0]), 3)]), torch.device("cpu"))
+        rerouter.tables.place(homes.with_replicas([(int(order[0, 0]), 3)]))
     for probs, physical_probs, weights, place in forwards:
         (physical_probs * weights).sum().backward()
         assert [probs.grad[e, e] for e in range(EXPERTS)] == [
@@ -90,9 +91,12 @@ def test_without_replicas_tokens_follow_homes_that_move() -> None:
 @ranks(4)
 def test_ranks_agree_on_loads() -> None:
     """All ranks gather the same loads, in the order of their ranks."""
+    from megatron_hecate.comm.collectives import gather_rows
+
     rank = dist.get_rank()
     routing_map = torch.zeros(5, 3, dtype=torch.bool)
     routing_map[:rank, 1] = True
-    rerouter = _rerouter(dist.group.WORLD, (0,) * 4)
-    loads = rerouter.gather_loads(rerouter.count(routing_map))
+    counted = _rerouter(dist.group.WORLD, (0,) * 4).count(routing_map, routing_map.float())
+    group = dist.group.WORLD
+    loads = gather_rows(counted.loads, group, what="gathering", label="layer 1", timeout=30)
     assert loads.dtype == torch.int32 and loads.tolist() == [[0, count, 0] for count in range(4)]

@@ -16,8 +16,8 @@ from ranks import ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_hecate.device.launch import Kernels
+from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.reroute import _Reroute
-from megatron_hecate.routing.rerouter import Rerouter
 
 MOST = 5
 MICROBATCHES, LAYERS = 4, 2
@@ -106,7 +106,7 @@ def test_at_most_five_launches_and_no_wait() -> None:
         counted.wrap(_Reroute, "backward", ours=True)
         counted.wrap(MoELayer, "route preprocess dispatch", ours=False)
         counted.wrap(Prefetcher, "materialize", ours=False)
-        counted.wrap(Rerouter, "place", ours=False)
+        counted.wrap(QuotaTables, "place", ours=False)
         counted.wrap(LoadMonitor, "start_reduce", ours=False)
         counted.watch_kernels()
 

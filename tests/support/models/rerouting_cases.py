@@ -59,12 +59,12 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
     for source in range(sources):
         group = SimpleNamespace(size=lambda: sources, rank=lambda source=source: source)
         dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=tp_size, config=config)
-        rerouter = Rerouter(dispatcher, world, label="layer 1", timeout=30, exchanges=True)
+        rerouter = Rerouter(dispatcher, world, placement, torch.empty(0).device, exchanges=True)
         routing_map = torch.from_numpy(maps[source])
         probs = torch.rand(routing_map.shape, dtype=torch.float64) * routing_map
         probs.requires_grad_()
-        rerouter.place(placement, probs.device)
-        counted = rerouter.count(routing_map)
+        rerouter.tables.place(placement)
+        counted = rerouter.count(routing_map, probs)
         physical_map, physical_probs, exchange = rerouter.reroute(probs, counted, loads)
         routed.append(physical_map.cpu().sum(dim=0))
         exchanges.append(exchange)
