@@ -43,7 +43,7 @@ class FSSDPLayer:
     fssdp: LayerState
     prefetcher: Prefetcher
 
-    def before_attention(self, hidden: Tensor | None) -> Tensor | None:
+    def before_attention(self, hidden: Tensor) -> Tensor:
         """Prepare this layer before the attention in front of it runs.
 
         Args:
@@ -63,18 +63,19 @@ class FSSDPLayer:
             # an earlier forward was aborted before its dispatch
             state.end_forward()
         # before the homes are joined to replicas, because autograd runs later nodes first
-        if hidden is not None:
-            hidden = state.parts.experts.reduction_point.before_attention(hidden)
+        hidden = state.parts.experts.reduction_point.before_attention(hidden)
         purpose = Forward.running(self, gradients=self.prefetcher.gradients)
         self.prefetcher.before_attention(state.index, purpose)
         return hidden
 
-    def attention_hook(self, _: Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Call `before_attention` as a forward pre-hook of an attention outside of CUDA graphs."""
-        if not inputs:
-            self.before_attention(None)
-            return None
-        return (self.before_attention(inputs[0]), *inputs[1:])
+    def attention_hook(
+        self, _: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Apply `before_attention` to the input of an attention, or of its transformer layer."""
+        if args:
+            return (self.before_attention(args[0]), *args[1:]), kwargs
+        hidden = self.before_attention(kwargs["hidden_states"])
+        return args, {**kwargs, "hidden_states": hidden}
 
     def begin(self) -> None:
         """Begin a forward on the host, before the router or the graph that holds the router.
@@ -204,8 +205,7 @@ class FSSDPLayer:
 
     def combine(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
-        # `end_forward`, without a call in each forward
-        state.running = state.parts.experts.running = None
+        state.end_forward()
         return here.through(state.name, super().combine, *args, **kwargs)
 
     def backward_dw(self, routed_experts: bool = True, shared_experts: bool = False) -> None:
@@ -231,12 +231,12 @@ class GraphedBlock:
     mlp: FSSDPLayer
 
     def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._before_attention(args, kwargs)
+        args, kwargs = self.mlp.attention_hook(self, args, kwargs)
         return super()._forward_attention(*args, **kwargs)
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
         self.mlp.fssdp.end_forward()
-        args, kwargs = self._before_attention(args, kwargs)
+        args, kwargs = self.mlp.attention_hook(self, args, kwargs)
         self.mlp.begin()
         self.mlp.fssdp.running.stage = Stage.REPLAYED
         return super()._te_cuda_graph_replay(*args, **kwargs)
@@ -245,12 +245,3 @@ class GraphedBlock:
         if not captures_graph():
             self.mlp.begin()
         return super()._forward_mlp(*args, **kwargs)
-
-    def _before_attention(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the block's arguments with `FSSDPLayer.before_attention` applied to the input."""
-        if args:
-            return (self.mlp.before_attention(args[0]), *args[1:]), kwargs
-        hidden = self.mlp.before_attention(kwargs["hidden_states"])
-        return args, {**kwargs, "hidden_states": hidden}

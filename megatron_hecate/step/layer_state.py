@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import deque
+from functools import cached_property
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -25,7 +26,7 @@ from megatron_hecate.megatron.rules import SettingSources
 from megatron_hecate.megatron.training_state import Forward, name_of_layer
 from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
-from megatron_hecate.replicas.buffers import ReplicaSlots
+from megatron_hecate.replicas.buffers import LIFETIMES, ReplicaSlots
 from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.routing.rerouter import Rerouter
 from megatron_hecate.step.layer_parts import LayerParts
@@ -103,8 +104,6 @@ class LayerState(Uncopied):
         self._early: tuple[Placement, TransferPlan] | None = None
         # Version counters of the homes' weights at the last fetch.
         self.fetched_versions: list[int] = []
-        # Sizes by number of microbatches and `in_schedule`.
-        self._shapes: dict[tuple[int, bool], LayerShape] = {}
         # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
         # a thread without the schedule's stack.
         self.in_schedule = True
@@ -155,16 +154,34 @@ class LayerState(Uncopied):
         """Replicas of the next or running forward."""
         return self.current.replicas
 
+    @cached_property
+    def _sizes(self) -> LayerShape:
+        """Sizes of the layer for the cost model, for one pass."""
+        model = self.parts.layer.config
+        # Width of a token as dispatched.
+        token_width = getattr(model, "moe_latent_size", None) or model.hidden_size
+        expert = self.parts.experts.home(0)
+        return LayerShape(
+            expert_bytes=self.parts.experts.chunk_bytes,
+            # gradients are transferred in fp32
+            grad_bytes=sum(p.numel() * max(4, p.element_size()) for p in expert),
+            token_bytes=token_width * expert[0].element_size(),
+            # a matrix costs 2 FLOPs per element and token
+            token_flops=sum(2.0 * p.numel() for p in expert if p.dim() > 1),
+        )
+
     def shape(self, microbatches: int) -> LayerShape:
         """Return the layer's sizes for the cost model, for iterations of ``microbatches``."""
-        # The key is made once: the planning thread also calls this method, and the main thread may
-        # change `in_schedule` meanwhile.
-        key = (microbatches, self.in_schedule)
-        if key not in self._shapes:
-            self._shapes[key] = self.parts.shape(
-                self.config.lifetime, microbatches=microbatches, in_schedule=key[1]
-            )
-        return self._shapes[key]
+        lifetime = LIFETIMES[self.config.lifetime]
+        passes = self.parts.passes
+        # Without a schedule, replicas and their gradients are transferred in each microbatch.
+        least = 0 if self.in_schedule else 1
+        return dataclasses.replace(
+            self._sizes,
+            microbatches=microbatches * passes,
+            fetches=max(1, max(least, lifetime.fetches) * microbatches),
+            returns=max(1, max(least, lifetime.returns * passes) * microbatches),
+        )
 
     def copy_cost(self, microbatches: int, meter: OverlapMeter) -> CopyCost:
         """Return the cost of replicas that serve ``microbatches``."""

@@ -155,7 +155,9 @@ def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) 
     if captured_parts(unsupported.SettingSources(layer.config)):
         _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))
     else:
-        hook = block.self_attention.register_forward_pre_hook(layer.attention_hook)
+        hook = block.self_attention.register_forward_pre_hook(
+            layer.attention_hook, with_kwargs=True
+        )
         undo.callback(hook.remove)
 
 

@@ -169,7 +169,7 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
         for layer, chunk, times in layers:
             layer_problems: list[str] = []
             with collect(layer_problems):
-                parts.append(LayerParts.build(layer, chunk=chunk, slots=config.slots, passes=times))
+                parts.append(LayerParts(layer, chunk=chunk, slots=config.slots, passes=times))
             for text in layer_problems:
                 refused.setdefault(text, []).append(layer.layer_number)
         for text, numbers in refused.items():
