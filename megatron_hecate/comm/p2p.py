@@ -57,8 +57,6 @@ class P2P:
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
         """Return the bytes of the staging buffer: gradients that arrive at once, and their sum."""
-        if not any(layer.slots for layer in layers):
-            return 0
         needs = [
             (_arriving(layer.elements, layer.grad_dtype) + 1)
             * LayerBuffer.aligned(layer.elements, layer.grad_dtype)

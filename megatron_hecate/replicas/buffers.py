@@ -41,12 +41,14 @@ class _Lifetime:
     Args:
         fetches: fetches per microbatch; 0: one per iteration.
         returns: returns of gradients per microbatch; 0: one per iteration.
+        buffers: buffers that all layers share; 0: one per layer.
         ahead: prefetch distance in layers. Replicas that are dropped share two buffers, so that
             only the next layer's is free.
     """
 
     fetches: int
     returns: int
+    buffers: int
     ahead: int
 
 
@@ -55,48 +57,22 @@ class _Lifetime:
 FETCHED_TOGETHER: int = 2
 
 LIFETIMES: dict[str, _Lifetime] = {
-    "iteration": _Lifetime(fetches=0, returns=0, ahead=4),
-    "layer": _Lifetime(fetches=2, returns=1, ahead=1),
+    "iteration": _Lifetime(fetches=0, returns=0, buffers=0, ahead=4),
+    "layer": _Lifetime(fetches=2, returns=1, buffers=2, ahead=1),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class BufferSizes:
-    """Sizes of all buffers.
+def buffer_sizes(layers: Sequence[LayerBuffer], lifetime: str) -> tuple[list[int], list[int]]:
+    """Compute the bytes of each buffer for weights, and of each buffer for gradients.
 
     Args:
-        weights: bytes of each buffer for weights.
-        grads: bytes of each buffer for gradients.
+        layers: sizes of every layer on this rank, by index.
+        lifetime: lifetime of the replicas.
     """
-
-    weights: tuple[int, ...]
-    grads: tuple[int, ...]
-
-    @classmethod
-    def plan(cls, layers: Sequence[LayerBuffer], lifetime: str) -> BufferSizes:
-        """Compute the sizes of the buffers for ``layers``.
-
-        Args:
-            layers: sizes of every layer on this rank, by index.
-            lifetime: lifetime of the replicas.
-        """
-        if not any(layer.slots for layer in layers):
-            return cls((), ())
-        if lifetime == "iteration":
-            return cls(
-                tuple(layer.weight_bytes for layer in layers),
-                tuple(layer.grad_bytes for layer in layers),
-            )
-        assert lifetime == "layer", lifetime
-        turns = [layers[turn::2] for turn in range(min(2, len(layers)))]
-        return cls(
-            tuple(max(layer.weight_bytes for layer in turn) for turn in turns),
-            tuple(max(layer.grad_bytes for layer in turn) for turn in turns),
-        )
-
-    @property
-    def total(self) -> int:
-        return sum(self.weights) + sum(self.grads)
+    number = min(LIFETIMES[lifetime].buffers or len(layers), len(layers))
+    turns = [layers[turn::number] for turn in range(number)]
+    weights = [max(layer.weight_bytes for layer in turn) for turn in turns]
+    return weights, [max(layer.grad_bytes for layer in turn) for turn in turns]
 
 
 class Buffer:
@@ -107,8 +83,8 @@ class Buffer:
     """
 
     def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        # Results of `chunks` and `weights` by slots, elements and data type.
+        self.memory = memory
+        # Results of `chunks` by slots, elements and data type.
         self._chunks: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
         # Transfers that fetched the content, compared by identity.
         self.holds: TransferPlan | None = None
@@ -119,23 +95,12 @@ class Buffer:
         # Weights over this memory, by index of the layer.
         self.bound: dict[int, BoundWeights] = {}
 
-    def chunks(self, layer: LayerBuffer, dtype: torch.dtype) -> list[Tensor]:
-        """Return tensors over the buffer's memory, [elements] for each slot of ``layer``."""
-        return self._made_once(layer.slots, layer.elements, dtype)
-
-    def weights(self, layer: LayerBuffer) -> list[Tensor]:
-        """Return tensors over the buffer's memory for each slot's weights, for transfers."""
-        return self._made_once(layer.slots, *layer.weights)
-
-    def new_weights(self, layer: LayerBuffer) -> list[Tensor]:
-        """Return tensors like `weights` that autograd may save: no transfer writes them."""
-        return chunks_in(self._memory, layer.slots, *layer.weights)
-
-    def _made_once(self, slots: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
+    def chunks(self, slots: int, elements: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return tensors over the memory, [elements] for each of ``slots``, made once."""
         key = (slots, elements, dtype)
         if key not in self._chunks:
             with lasting_tensors():
-                self._chunks[key] = chunks_in(self._memory, *key)
+                self._chunks[key] = chunks_in(self.memory, *key)
         return self._chunks[key]
 
     def wait(self) -> None:
@@ -157,26 +122,14 @@ class Buffer:
         """Drop references to the memory; a transfer in flight keeps it until the transfer ends."""
         self.bound.clear()
         self._chunks.clear()
-        self._memory = self._memory.new_empty(0)
+        self.memory = self.memory.new_empty(0)
         self.holds = self.transfer = self.abandon = None
 
     def reset(self) -> None:
         """Wait for the transfer, and forget the content."""
-        # Called for all buffers at the beginning of an iteration: most need no further call.
-        if self.transfer is not None or self.abandon is not None:
-            self.clear()
+        self.clear()
         self.holds = None
-        if self.bound:
-            self.bound.clear()
-
-    def zero(self) -> None:
-        """Zero the memory, to which fused GEMMs add gradients."""
-        self._memory.zero_()
-
-    def hold(self, transfers: TransferPlan) -> None:
-        """Drop the content, and reserve the buffer for what ``transfers`` fetch."""
-        self.wait()
-        self.holds = transfers
+        self.bound.clear()
 
 
 class BufferPool:
@@ -204,14 +157,15 @@ class BufferPool:
 
         Call it before the activations, which would use up free memory.
         """
-        sizes = BufferSizes.plan(layers, self.lifetime)
+        weights, grads = buffer_sizes(layers, self.lifetime)
+        total = sum(weights) + sum(grads)
         with lasting_tensors():
-            memory = self.transport.allocate(sizes.total, layers, device)
-            buffers = [Buffer(part) for part in memory.split([*sizes.weights, *sizes.grads])]
+            memory = self.transport.allocate(total, layers, device)
+            buffers = [Buffer(part) for part in memory.split([*weights, *grads])]
         self.layers = layers
-        self.nbytes = sizes.total + self.transport.extra_bytes(layers)
-        self._weights = buffers[: len(sizes.weights)]
-        self._grads = buffers[len(sizes.weights) :]
+        self.nbytes = total + self.transport.extra_bytes(layers)
+        self._weights = buffers[: len(weights)]
+        self._grads = buffers[len(weights) :]
 
     def release(self) -> None:
         """Free the memory: at the end of the job's attempt, or until `allocate`."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_hecate.comm.transport import TransferPlan
+from megatron_hecate.comm.transport import TransferPlan, chunks_in
 from megatron_hecate.device.autograd import direct_apply
 from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import PendingGradients, release
@@ -89,7 +89,9 @@ class Replicas:
     def start(self) -> None:
         """Begin to fetch the replicas, unless they are in the buffer."""
         if self.buffer.holds is not self.transfers:
-            self.buffer.hold(self.transfers)
+            # What uses the content, such as the fetch of another layer, comes first.
+            self.buffer.wait()
+            self.buffer.holds = self.transfers
             self._fetch(self.transfers)
 
     def refresh(self, transfers: TransferPlan) -> None:
@@ -108,7 +110,7 @@ class Replicas:
         self.buffer.transfer = slots.pool.transport.fetch(
             transfers,
             slots.experts.stored(),
-            self.buffer.weights(slots.sizes),
+            self.buffer.chunks(slots.sizes.slots, *slots.sizes.weights),
             label=self.label,
         )
         self._become(ReplicaState.FETCHING)
@@ -167,7 +169,8 @@ class Replicas:
 
     def _grads(self) -> list[Tensor]:
         """Return the gradient accumulators, [elements] per slot."""
-        return self._grad_buffer.chunks(self.slots.sizes, self._sum_dtype)
+        sizes = self.slots.sizes
+        return self._grad_buffer.chunks(sizes.slots, sizes.elements, self._sum_dtype)
 
     def join(
         self, hidden: Tensor, joined_homes: tuple[PendingGradients, Tensor] | None = None
@@ -205,10 +208,12 @@ class Replicas:
             return bound
         slots.experts.wait_for_values()
         is_trained = slots.is_trained()
+        # New tensors, which autograd may save: no transfer writes them.
+        chunks = chunks_in(self.buffer.memory, sizes.slots, *sizes.weights)
         bound = BoundWeights(
             self.transfers,
             slots.experts.homes(),
-            [slots.experts.weights_in(chunk) for chunk in self.buffer.new_weights(sizes)],
+            [slots.experts.weights_in(chunk) for chunk in chunks],
             layout=slots.experts.layout,
             trained=slots.computes_gradients(self.transfers) if is_trained else None,
             grads=self._grads() if is_trained else (),
@@ -246,7 +251,8 @@ class Replicas:
         elif not self.is_accumulating:
             self._grad_buffer.clear()
             if self.slots.experts.layout.fuses_any:
-                self._grad_buffer.zero()
+                # Fused GEMMs add gradients to it.
+                self._grad_buffer.memory.zero_()
 
     def _take_gradients(
         self,
@@ -301,7 +307,7 @@ class Replicas:
         self._become(ReplicaState.RETURNING)
         buffer = self._grad_buffer
         sizes = self.slots.sizes
-        chunks = buffer.chunks(sizes, sizes.grad_dtype)
+        chunks = buffer.chunks(sizes.slots, sizes.elements, sizes.grad_dtype)
         transfers = self.transfers
         if summed[0].dtype is not chunks[0].dtype:
             # bf16 sums grow to fp32 in the same memory: convert the last slot first.

@@ -23,7 +23,7 @@ from megatron_hecate.comm.agreement import format_ranks
 from megatron_hecate.comm.rank_0 import environment_number
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.config import AUTO
-from megatron_hecate.replicas.buffers import LIFETIMES, BufferSizes
+from megatron_hecate.replicas.buffers import LIFETIMES, buffer_sizes
 
 ASSUMED = "Adam, state not sharded"
 
@@ -66,7 +66,7 @@ class ExpertMemory:
             nccl_bytes: memory already allocated for the ranks' NCCL connections.
             trained: share of the parameters that are trained, and not frozen.
         """
-        sizes = BufferSizes.plan(layers, lifetime)
+        replica_weights, replica_grads = map(sum, buffer_sizes(layers, lifetime))
         parameters = sum(layer.elements * layer.homes for layer in layers)
         # Two fp32 moments, and an fp32 master copy unless the weights are fp32.
         optimizer_bytes = 8 if layers[0].dtype is torch.float32 else 12
@@ -74,9 +74,9 @@ class ExpertMemory:
             weights=sum(layer.homes * layer.chunk_bytes for layer in layers),
             grads=round(parameters * trained) * 4,
             optimizer=round(parameters * trained) * optimizer_bytes,
-            replica_weights=sum(sizes.weights),
-            replica_grads=sum(sizes.grads),
-            transport=(transport_bytes if sizes.total else 0) + nccl_bytes,
+            replica_weights=replica_weights,
+            replica_grads=replica_grads,
+            transport=(transport_bytes if replica_weights else 0) + nccl_bytes,
             connected=nccl_bytes,
         )
 

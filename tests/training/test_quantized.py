@@ -111,7 +111,8 @@ def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
             dist.all_gather_object(everywhere, found)
             if state.replicas is None:
                 continue
-            chunks_here = state.replicas.buffer.weights(state.replicas.slots.sizes)
+            sizes = state.replicas.slots.sizes
+            chunks_here = state.replicas.buffer.chunks(sizes.slots, *sizes.weights)
             for copy in state.current.transfers.copies:
                 if copy.rank == state.group.rank():
                     stored, read = everywhere[copy.home][copy.index]
