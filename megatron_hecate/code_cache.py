@@ -10,6 +10,7 @@ written are not read.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import stat
@@ -125,8 +126,12 @@ def turn() -> Iterator[None]:
             descriptor = os.open(path, flags, files.PRIVATE)
             stack.callback(os.close, descriptor)
             end = time.monotonic() + LONGEST_WAIT
-            while not files.try_lock(descriptor) and time.monotonic() < end:
-                time.sleep(0.05)
+            while time.monotonic() < end:
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(0.05)
         yield
 
 

@@ -6,7 +6,6 @@ Files that others may have damaged are read within bounds.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import secrets
 import stat
@@ -106,17 +105,3 @@ def describe(error: BaseException) -> str:
     """Format an error as one short line."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 300 else f"{text[:300]}..."
-
-
-def try_lock(descriptor: int) -> bool:
-    """Lock an open file until it is closed; return False if another one holds the lock.
-
-    A file system without locks refuses none.
-    """
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass
-    return True

@@ -54,8 +54,9 @@ def kernel(library: Any, name: str) -> int:
     return int(call("cuLibraryGetKernel", library, name.encode()))
 
 
+@functools.cache
 def allow_shared_bytes(kernel: int, size: int, device: int) -> None:
-    """Raise a kernel's limit of dynamic shared memory per block to ``size`` bytes."""
+    """Raise a kernel's limit of dynamic shared memory per block to ``size`` bytes, once."""
     attributes = _look_up("CUfunction_attribute")
     attribute = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     call("cuKernelSetAttribute", attribute, size, kernel, device)

@@ -65,7 +65,7 @@ class Kernels:
         driver.ensure_context(index)
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if shared_bytes > SHARED_BYTES:
-            _allow_shared_bytes(function, self.most_shared_bytes, index)
+            driver.allow_shared_bytes(function, self.most_shared_bytes, index)
         driver.launch(
             function,
             arguments,
@@ -93,9 +93,3 @@ def _load_for_gpu(device: torch.device) -> Callable[[str], Any]:
             f"NVRTC's version of CUDA, or remove {code_cache.folder()}"
         ) from error
     return functools.cache(functools.partial(driver.kernel, library))
-
-
-@functools.cache
-def _allow_shared_bytes(function: int, size: int, device: int) -> None:
-    """Raise a kernel's limit of dynamic shared memory to ``size`` bytes, once."""
-    driver.allow_shared_bytes(function, size, device)
