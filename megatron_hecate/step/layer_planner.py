@@ -28,7 +28,7 @@ from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
-from megatron_hecate.plan import CopyCost, Placement, World, add_late_replicas, plan_replicas
+from megatron_hecate.plan import Placement, add_late_replicas, plan_replicas
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.step.load_monitor import LoadMonitor
@@ -39,30 +39,24 @@ PAUSE: float = 1e-3
 PATIENCE: float = 5.0
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class PlanInputs:
-    """Arguments of `plan_replicas` for one layer."""
+    """Arguments of `plan_replicas` for one layer in its current state.
 
-    forecast: np.ndarray
-    homes: Placement
-    world: World
-    cost: CopyCost
-    previous: Placement
+    Args:
+        state: state of the layer.
+        forecast: tokens per expert in an iteration, summed over the group, [E].
+        microbatches: number of microbatches in the iteration.
+        meter: measured times on which the ranks have agreed.
+    """
 
-    @classmethod
-    def for_layer(
-        cls, state: LayerState, forecast: np.ndarray, microbatches: int, meter: OverlapMeter
-    ) -> PlanInputs:
-        """Return the inputs for a layer in its current state.
-
-        Args:
-            state: state of the layer.
-            forecast: tokens per expert in an iteration, summed over the group, [E].
-            microbatches: number of microbatches in the iteration.
-            meter: measured times on which the ranks have agreed.
-        """
-        cost = state.copy_cost(microbatches, meter)
-        return cls(forecast, state.homes, state.world, cost, state.planned)
+    def __init__(
+        self, state: LayerState, forecast: np.ndarray, microbatches: int, meter: OverlapMeter
+    ) -> None:
+        self.forecast = forecast
+        self.homes = state.homes
+        self.world = state.world
+        self.cost = state.copy_cost(microbatches, meter)
+        self.previous = state.planned
 
     def plan(self) -> Placement:
         """Plan the layer's replicas."""
@@ -128,7 +122,7 @@ class EarlyPlans:
                     continue
                 try:
                     layer_forecast = forecast[state.index, : state.homes.num_experts]
-                    inputs = PlanInputs.for_layer(state, layer_forecast, microbatches, meter)
+                    inputs = PlanInputs(state, layer_forecast, microbatches, meter)
                     placement = inputs.plan()
                     future.set_result((inputs, placement))
                 except BaseException as error:
@@ -259,7 +253,7 @@ class LayerPlanner:
         )
         if layer_forecast is None or not state.config.slots:
             return state.homes
-        inputs = PlanInputs.for_layer(state, layer_forecast, microbatches, self._meter)
+        inputs = PlanInputs(state, layer_forecast, microbatches, self._meter)
         return self.early.plan(state.index, inputs)
 
 
