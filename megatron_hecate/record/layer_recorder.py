@@ -96,11 +96,6 @@ class LayerRecorder(StepEvents):
         self._number = iteration
 
     @property
-    def length(self) -> int:
-        """Length of the measurements that `take` gets."""
-        return 0 if self.counts is None else self._num_counts + self.counts.size_of_ranks
-
-    @property
     def _num_counts(self) -> int:
         """Length of the token counts in `measured`, (N * M + 1) * L."""
         return len(self._elsewhere) * self._computed.size + len(self._crossing)

@@ -7,7 +7,6 @@ experts, N ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -85,11 +84,6 @@ class TokenCounts:
             homes[layer, :layer_experts] = torch.arange(layer_experts) // (layer_experts // ranks)
         self._homes = homes.to(device).expand_as(self._counts)
         self._rank_shape = (distinguished, num_layers, ranks)
-
-    @property
-    def size_of_ranks(self) -> int:
-        """Length of the tokens of home ranks in the result of `take`, M * L * N."""
-        return math.prod(self._rank_shape)
 
     def of_layer(self, layer: int) -> LayerCounts:
         """Return the counts of one layer."""

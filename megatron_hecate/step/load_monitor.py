@@ -123,10 +123,6 @@ class LoadRecorder(Protocol):
 
     counts: MicrobatchCounts | None
 
-    @property
-    def length(self) -> int:
-        """Length of the measurements of an iteration."""
-
     def computed(self, layer: int, forward: ForwardPass, sent_tokens: Sequence[int] | None) -> None:
         """Record a microbatch's forward after the experts of ``layer`` have computed.
 
@@ -171,11 +167,8 @@ class LoadMonitor:
         # Frozen parameters of all ranks at the last sum; ``None`` before the first sum.
         self.num_frozen: int | None = None
         self._size = shape[0] * shape[1]
-        # Counts [L * E], measurements, and tokens of home ranks where the recorder distinguishes
-        # microbatches; int64, allocated on the device of the first loads.
-        self._sums: Tensor | None = None
-        # Views of the counts, [E] per layer.
-        self._counts: Sequence[Tensor]
+        # Counts of the iteration, [E] int64 per layer, allocated on the device of its first loads.
+        self._counts: Sequence[Tensor] = ()
         self._reduced: GroupSum | None = None
         # A new object in every iteration.
         self.history = LoadHistory()
@@ -188,13 +181,9 @@ class LoadMonitor:
         Call it once per microbatch. The largest layer's number of experts is E; other layers have
         fewer.
         """
-        if self._sums is None:
-            num_included = _INCLUDED if self.recorder is None else _INCLUDED + self.recorder.length
+        if not self._counts:
             with lasting_tensors():
-                self._sums = torch.zeros(
-                    self._size + num_included, dtype=torch.int64, device=device
-                )
-                self._counts = self._sums[: self._size].view(self._shape).unbind()
+                self._counts = torch.zeros(self._shape, dtype=torch.int64, device=device).unbind()
         if self.recorder is not None and self.recorder.counts is not None:
             return self.recorder.counts.next_of(layer)
         return self._counts[layer]
@@ -210,24 +199,20 @@ class LoadMonitor:
         Returns:
             False if there are no counts, or their all-reduce has been started already.
         """
-        if self._sums is None or self._reduced is not None:
+        if not self._counts or self._reduced is not None:
             return False
-        sums = self._sums
-        self._sums = None
+        counts = torch.cat(list(self._counts))
+        self._counts = ()
         included = np.asarray([*self._meter.measured(), self._count_frozen()], dtype=np.int64)
         if self.recorder is not None:
             included = np.concatenate([included, self.recorder.measured()])
-        counts, measured, rank_counts = sums.split(
-            [self._size, len(included), len(sums) - self._size - len(included)]
-        )
-        included_tensor = torch.from_numpy(included)
-        measured.copy_(
-            included_tensor.pin_memory() if sums.is_cuda else included_tensor, non_blocking=True
-        )
-        if self.recorder is not None and self.recorder.counts is not None:
-            microbatch_sums = self.recorder.counts.take()
-            counts.copy_(microbatch_sums[: self._size])
-            rank_counts.copy_(microbatch_sums[self._size :])
+            if self.recorder.counts is not None:
+                counts = self.recorder.counts.take()
+        measured = torch.from_numpy(included)
+        if counts.is_cuda:
+            measured = measured.pin_memory().to(counts.device, non_blocking=True)
+        # What follows the counts [L * E] are tokens of home ranks, which `LoadRecorder.take` gets.
+        sums = torch.cat([counts[: self._size], measured, counts[self._size :]])
         self._reduced = GroupSum(sums, self._group, timeout=self._timeout)
         return True
 
