@@ -5,7 +5,6 @@
 | `tables` | static tables of the group and a placement, in the layout of the kernels |
 | `quotas` | number of a source's tokens for each holder |
 | `reroute` | routing map and probabilities over physical experts, with their gradient |
-| `rerouter` | these steps for one layer, over the dispatcher's process group |
 
 Nothing here synchronizes the host or branches on values of the device, so a CUDA graph can capture
 all of it.

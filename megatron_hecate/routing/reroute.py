@@ -1,7 +1,9 @@
-"""Rerouting from experts to physical experts, by quota.
+"""Rerouting from experts to physical experts, in front of Megatron's own dispatcher.
 
-The tokens of a source for one expert are split in their order: the first holder's quota first, then
-the second's. The kernels are in ``kernels/reroute.cuh``.
+The router chooses among E experts. A second instance of Megatron's dispatcher is built over R x P
+*physical* experts. Each token's choice of an expert becomes a choice of one of its holders: the
+tokens of a source for one expert are split in their order, the first holder's quota first, then the
+second's. The kernels are in ``kernels/reroute.cuh``.
 """
 
 from __future__ import annotations
@@ -11,11 +13,14 @@ from ctypes import c_uint, c_ulonglong, c_void_p
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hecate.device.autograd import direct_apply, lasting_tensors
 from megatron_hecate.device.launch import Kernels
-from megatron_hecate.routing.quotas import QuotaTables
+from megatron_hecate.plan import Placement, World
+from megatron_hecate.routing.quotas import Exchange, QuotaTables
+from megatron_hecate.routing.tables import GroupShape
 
 # threads of a thread block
 THREADS: int = 256
@@ -24,14 +29,6 @@ MOST_TILES: int = 128
 # tokens
 LEAST_TILE: int = 32
 BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 32, torch.float64: 64}
-# Bit patterns of the smallest normal numbers. Positive floating-point numbers compare like their
-# bits, so the kernel compares integers.
-TINY = {
-    torch.bfloat16: 1 << 7,
-    torch.float16: 1 << 10,
-    torch.float32: 1 << 23,
-    torch.float64: 1 << 52,
-}
 
 
 class CountedTokens:
@@ -98,7 +95,10 @@ def reroute(
         raise ValueError(
             f"routing probabilities are {probs.dtype}; FSSDP takes {', '.join(map(str, BITS))}"
         )
-    return _reroute(probs, counted, tables, parts, TINY[probs.dtype] if never_zero else 0)
+    # Bit pattern of the smallest normal number: 1 above the bits of the mantissa. Positive
+    # floating-point numbers compare like their bits, so the kernel compares integers.
+    smallest = round(1 / torch.finfo(probs.dtype).eps) if never_zero else 0
+    return _reroute(probs, counted, tables, parts, smallest)
 
 
 class _Reroute(torch.autograd.Function):
@@ -182,3 +182,91 @@ def _arrivals(device: torch.device) -> Tensor:
 def _arrivals_on(device: torch.device, stream: int) -> Tensor:
     with lasting_tensors():
         return torch.zeros(1, dtype=torch.int32, device=device)
+
+
+class Rerouter:
+    """Rerouting of this rank's tokens to holders of their experts, in one layer.
+
+    Args:
+        dispatcher: the layer's own dispatcher, over homes.
+        world: nodes of the FSSDP group.
+        homes: any placement of the layer; all have equal sizes.
+        device: device of the tokens.
+        exchanges: whether to count the all-to-all of `reroute`, for a dispatcher over physical
+            experts that takes the counts.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Any,
+        world: World,
+        homes: Placement,
+        device: torch.device,
+        *,
+        exchanges: bool = False,
+    ) -> None:
+        # all ranks whose tokens reach the experts; with expert tensor parallelism, several per
+        # rank of the FSSDP group
+        self.sources: dist.ProcessGroup = dispatcher.tp_ep_group
+        # index of this rank among them
+        self._source = self.sources.rank()
+        source_rank = [n // dispatcher.tp_size for n in range(self.sources.size())]
+        self._kernels = Kernels(device)
+        # of the group, and of the placement that tokens are routed by
+        self.tables = QuotaTables(GroupShape(world, homes, source_rank), device, self._kernels)
+        config = dispatcher.config
+        backend = None
+        if config.moe_token_dispatcher_type == "flex":
+            backend = config.moe_flex_dispatcher_backend
+        # The first dispatch of both backends allocates one buffer for all layers, sized by the
+        # number of experts, so dispatches must use physical experts from the start.
+        self.always_physical = backend in ("hybridep", "ncclep")
+        # both backends choose a token's experts by its largest probabilities
+        self._by_probability = backend in ("deepep", "ncclep")
+        self._padded = config.moe_pad_expert_input_to_capacity
+        self._exchanges = exchanges
+
+    def count(
+        self, routing_map: Tensor, probs: Tensor, total: Tensor | None = None
+    ) -> CountedTokens:
+        """Count this source's tokens in ``routing_map``, without the padding to capacity.
+
+        Padding entries have probability zero, so they change neither outputs nor gradients.
+
+        Args:
+            routing_map: [T, E] bool.
+            probs: [T, E] routing probabilities.
+            total: see `CountedTokens`.
+        """
+        if self._padded:
+            routing_map = routing_map & (probs.detach() != 0)
+        return CountedTokens(routing_map, self._kernels, total)
+
+    def reroute(
+        self, probs: Tensor, counted: CountedTokens, loads: Tensor | None
+    ) -> tuple[Tensor, Tensor, Exchange | None]:
+        """Reroute from experts to the current placement's physical experts.
+
+        Every rank computes equal quotas.
+
+        Args:
+            probs: [T, E] routing probabilities, differentiable.
+            counted: counts of the same tokens.
+            loads: [N, E] int32, the counted loads of all sources; ``None`` if the current placement
+                has no replicas.
+
+        Returns:
+            The results of `reroute`, and the counts of the all-to-all if ``exchanges`` and there
+            are loads.
+        """
+        exchange = None
+        if loads is None:
+            parts = self.tables.parts_of_homes
+        elif self._exchanges:
+            parts, exchange = self.tables.parts_and_exchange(loads, self._source)
+        else:
+            parts = self.tables.parts(loads, self._source)
+        # A backend that chooses by probability would replace a chosen expert of probability zero by
+        # any physical expert, even an empty slot.
+        rerouted = reroute(counted, probs, self.tables, parts, never_zero=self._by_probability)
+        return *rerouted, exchange

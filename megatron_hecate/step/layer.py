@@ -152,13 +152,13 @@ class FSSDPLayer:
         dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
         if self.token_dispatcher is not dispatcher:
             self.token_dispatcher = dispatcher
-        if by_quotas:
+        if physical:
             with trace.span("quotas", state.name):
-                routing_map, probs, exchange = rerouter.reroute(probs, counted, loads)
+                routing_map, probs, exchange = rerouter.reroute(
+                    probs, counted, loads if by_quotas else None
+                )
             if exchange is not None:
                 dispatcher.expect(routing_map, exchange)
-        elif physical:
-            routing_map, probs = rerouter.to_homes(probs, counted)
         dispatcher.expert_loads = counted.loads
         return probs, routing_map
 

@@ -28,7 +28,7 @@ from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import LIFETIMES, ReplicaSlots
 from megatron_hecate.replicas.layer_replicas import Replicas
-from megatron_hecate.routing.rerouter import Rerouter
+from megatron_hecate.routing.reroute import Rerouter
 from megatron_hecate.step.layer_parts import LayerParts
 
 

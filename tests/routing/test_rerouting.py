@@ -47,7 +47,7 @@ def test_sources_without_tokens() -> None:
 
 def _rerouter(group: Any, node: tuple[int, ...]) -> Any:
     from megatron_hecate.plan import Placement, World
-    from megatron_hecate.routing.rerouter import Rerouter
+    from megatron_hecate.routing.reroute import Rerouter
 
     config = SimpleNamespace(
         moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
@@ -76,7 +76,9 @@ def test_without_replicas_tokens_follow_homes_that_move() -> None:
         rerouter.tables.place(homes)
         probs = torch.rand(EXPERTS, EXPERTS, dtype=torch.float64) * routing_map
         probs.requires_grad_()
-        physical_map, physical_probs = rerouter.to_homes(probs, rerouter.count(routing_map, probs))
+        physical_map, physical_probs, _ = rerouter.reroute(
+            probs, rerouter.count(routing_map, probs), None
+        )
         place = {int(e): 3 * r + i for (r, i), e in np.ndenumerate(order)}
         assert physical_map.nonzero().tolist() == [[e, place[e]] for e in range(EXPERTS)]
         forwards.append((probs, physical_probs, torch.rand_like(physical_probs), place))

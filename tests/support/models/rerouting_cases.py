@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_hecate.plan import Placement, World
-from megatron_hecate.routing.rerouter import Rerouter
+from megatron_hecate.routing.reroute import Rerouter
 from megatron_hecate.routing.tables import GroupShape
 from megatron_hecate.tools.quotas import quotas_of_all
 
