@@ -147,7 +147,7 @@ def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
 FAILING = {
     "switch_on.proposal._find_unsupported": False,
     "megatron.assumptions.broken_assumptions": False,
-    "step.layer_parts.physical_dispatcher": False,
+    "step.layer_state.physical_dispatcher": False,
     "record.observe._observed": True,
 }
 

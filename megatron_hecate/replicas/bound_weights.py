@@ -8,6 +8,7 @@ from functools import partial
 from itertools import chain, compress
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -29,8 +30,6 @@ class BoundWeights:
         homes: parameters of this rank's own experts, expert by expert.
         replicas: parameters of each slot.
         layout: layout of an expert's parameters in a chunk.
-        trained: for each weight, whether it gets gradients, see `ReplicaSlots.computes_gradients`;
-            ``None`` if no expert of the layer is trained.
         grads: gradient accumulators, [elements] per slot; none if no expert is trained.
     """
 
@@ -41,14 +40,13 @@ class BoundWeights:
         replicas: list[list[Tensor]],
         *,
         layout: ChunkLayout,
-        trained: Sequence[bool] | None,
         grads: Sequence[Tensor],
     ) -> None:
         self.transfers = transfers
         home_weights = list(chain.from_iterable(homes))
         # Of the homes, when the weights were bound.
         self.requires_grad = [p.requires_grad for p in home_weights]
-        self.is_trained = trained is not None
+        self.is_trained = bool(grads)
         # An empty slot may hold any values: it has no tokens. Detached tensors are no views, whose
         # nodes autograd would replace after writes.
         slot_weights = [part.detach() for part in chain.from_iterable(replicas)]
@@ -76,7 +74,8 @@ class BoundWeights:
         # whose gradients are dropped.
         self._passed: list[int] = []
         self._dropped: list[int] = []
-        if trained is None or not any(trained):
+        trained = self._trained(layout, len(replicas)) if grads else []
+        if not any(trained):
             return
         is_computed = list(trained)
         if layout.uniform or (layout.is_grouped and layout.fuses_any):
@@ -94,6 +93,18 @@ class BoundWeights:
             main_grads = [getattr(p, "main_grad", None) for p in home_weights]
             main_grads += chain.from_iterable(slot_grads)
             self._fuse(main_grads, list(map(operator.and_, fused, is_computed)))
+
+    def _trained(self, layout: ChunkLayout, slots: int) -> list[bool]:
+        """Return for each weight whether it gets gradients.
+
+        Homes follow their parameters, and drop gradients that they get from replicas while frozen.
+        """
+        parts = len(layout.shapes)
+        trained = self.requires_grad
+        if not all(trained):
+            trained = layout.computed(np.reshape(trained, (-1, parts))).ravel().tolist()
+        is_filled = [slot in self.transfers.slots for slot in range(slots)]
+        return trained + [filled for filled in is_filled for _ in range(parts)]
 
     def _fuse(self, main_grads: Sequence[Tensor | None], is_fused: Sequence[bool]) -> None:
         """Let fused GEMMs add the gradients of weights to ``main_grads``."""

@@ -18,7 +18,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -256,20 +255,6 @@ class ReplicaSlots:
     @cached_property
     def sizes(self) -> LayerBuffer:
         return self.pool.layers[self.index]
-
-    def computes_gradients(self, transfers: TransferPlan) -> list[bool]:
-        """Return for each weight whether it gets gradients: homes, then slots, flat.
-
-        Homes follow their parameters, and drop gradients that they get from replicas while frozen.
-        """
-        layout = self.experts.layout
-        parts = len(layout.shapes)
-        homes = [p.requires_grad for p in chain.from_iterable(self.experts.homes())]
-        if not all(homes):
-            homes = layout.computed(np.reshape(homes, (-1, parts))).ravel().tolist()
-        for slot in range(self.sizes.slots):
-            homes += [slot in transfers.slots] * parts
-        return homes
 
     def check(self) -> None:
         """Check that all parameters have one dtype.

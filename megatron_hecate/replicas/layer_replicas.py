@@ -7,9 +7,10 @@ only.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,54 @@ from megatron_hecate.plan import Placement
 from megatron_hecate.replicas.autograd import PendingGradients, release
 from megatron_hecate.replicas.bound_weights import BoundWeights
 from megatron_hecate.replicas.buffers import ReplicaSlots
-from megatron_hecate.replicas.replica_state import SUCCESSORS, BackwardEvents, ReplicaState
+
+
+class ReplicaState(enum.Enum):
+    """What the replicas of one layer hold on this rank."""
+
+    # Nothing has been fetched.
+    EMPTY = enum.auto()
+    # A fetch of weights is in flight.
+    FETCHING = enum.auto()
+    # Weights have arrived. Where layers share buffers, another layer may drop them.
+    HELD = enum.auto()
+    # Gradients of one or more backwards wait for a later one; weights are held.
+    ACCUMULATING = enum.auto()
+    # The sums of gradients are on their way to the homes.
+    RETURNING = enum.auto()
+
+
+# Legal next states.
+SUCCESSORS: dict[ReplicaState, frozenset[ReplicaState]] = {
+    # A buffer may hold the weights of an earlier microbatch with the same transfers.
+    ReplicaState.EMPTY: frozenset({ReplicaState.FETCHING, ReplicaState.HELD}),
+    # Another fetch: weights have changed, late replicas come, or another layer took the buffer.
+    ReplicaState.FETCHING: frozenset({ReplicaState.FETCHING, ReplicaState.HELD}),
+    ReplicaState.HELD: frozenset({ReplicaState.FETCHING, ReplicaState.ACCUMULATING}),
+    # Gradients of an abandoned iteration are dropped.
+    ReplicaState.ACCUMULATING: frozenset({ReplicaState.RETURNING, ReplicaState.HELD}),
+    ReplicaState.RETURNING: frozenset({ReplicaState.FETCHING, ReplicaState.ACCUMULATING}),
+}
+
+
+class BackwardEvents(Protocol):
+    """Listener to the backwards of a model's replicas; `step.prefetch.Prefetcher`."""
+
+    def backward_begins(self, replicas: Replicas) -> None:
+        """Prepare the backward of replicas that may have been dropped since their forward."""
+
+    def backward_ended(self, replicas: Replicas) -> None:
+        """Release replicas that serve one microbatch, after its last backward."""
+
+    def is_last_backward(self, replicas: Replicas, microbatches: int) -> bool:
+        """Return whether the running backward returns the gradients of all microbatches so far.
+
+        A hint: `Replicas.return_waiting` returns the rest, and several returns add up.
+
+        Args:
+            replicas: replicas that live for an iteration.
+            microbatches: number of microbatches with a complete backward.
+        """
 
 
 class Replicas:
@@ -207,7 +255,6 @@ class Replicas:
         if bound is not None and bound.transfers is self.transfers:
             return bound
         slots.experts.wait_for_values()
-        is_trained = slots.is_trained()
         # New tensors, which autograd may save: no transfer writes them.
         chunks = chunks_in(self.buffer.memory, sizes.slots, *sizes.weights)
         bound = BoundWeights(
@@ -215,8 +262,7 @@ class Replicas:
             slots.experts.homes(),
             [slots.experts.weights_in(chunk) for chunk in chunks],
             layout=slots.experts.layout,
-            trained=slots.computes_gradients(self.transfers) if is_trained else None,
-            grads=self._grads() if is_trained else (),
+            grads=self._grads() if slots.is_trained() else (),
         )
         # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
         # where the buffer serves another microbatch next.

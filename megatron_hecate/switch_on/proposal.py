@@ -26,7 +26,7 @@ from megatron_hecate.record.observe import read_speeds
 from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.replicas.memory_estimate import ExpertMemory, JobMemory, RankMemory
 from megatron_hecate.step.layer import FSSDPLayer
-from megatron_hecate.step.layer_parts import LayerParts
+from megatron_hecate.step.layer_state import LayerParts
 from megatron_hecate.switch_on import unsupported, wrappers
 from megatron_hecate.switch_on.attach import Model
 from megatron_hecate.switch_on.connect import Connection, connect
