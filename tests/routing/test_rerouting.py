@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -45,30 +44,24 @@ def test_sources_without_tokens() -> None:
     check_every_token(4, tokens=(TOKENS, 0, TOKENS, 0))
 
 
-def _rerouter(group: Any, node: tuple[int, ...]) -> Any:
+@pytest.mark.fast
+def test_without_replicas_tokens_follow_homes_that_move() -> None:
+    """A token for expert e reaches the place that holds e now, and its gradient comes back from there. In between
+    there are replicas, and a backward that runs after the next move is that of its own forward."""
     from megatron_hecate.plan import Placement, World
     from megatron_hecate.routing.reroute import Rerouter
 
     config = SimpleNamespace(
         moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
     )
+    group = SimpleNamespace(size=lambda: RANKS, rank=lambda: 0)
     dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=1, config=config)
-    homes = Placement.initial(EXPERTS, len(node), num_slots=1)
-    return Rerouter(dispatcher, World(node), homes, torch.device("cpu"))
-
-
-@pytest.mark.fast
-def test_without_replicas_tokens_follow_homes_that_move() -> None:
-    """A token for expert e reaches the place that holds e now, and its gradient comes back from there. In between
-    there are replicas, and a backward that runs after the next move is that of its own forward."""
-    from megatron_hecate.plan import Placement
-
-    rerouter = _rerouter(SimpleNamespace(size=lambda: RANKS, rank=lambda: 0), (0, 0, 1, 1))
+    initial = Placement.initial(EXPERTS, RANKS, num_slots=1)
+    rerouter = Rerouter(dispatcher, World((0, 0, 1, 1)), initial, torch.device("cpu"))
     routing_map = torch.eye(EXPERTS, dtype=torch.bool)  # token e goes to expert e
     forwards = []
     for seed in range(4):
         order = np.random.default_rng(seed).permutation(EXPERTS).reshape(RANKS, -1)
-        initial = Placement.initial(EXPERTS, RANKS, num_slots=1)
         table, home = initial.table.copy(), initial.home.copy()
         table[:, :2] = order
         home[order] = np.arange(RANKS)[:, None]
@@ -76,9 +69,8 @@ def test_without_replicas_tokens_follow_homes_that_move() -> None:
         rerouter.tables.place(homes)
         probs = torch.rand(EXPERTS, EXPERTS, dtype=torch.float64) * routing_map
         probs.requires_grad_()
-        physical_map, physical_probs, _ = rerouter.reroute(
-            probs, rerouter.count(routing_map, probs), None
-        )
+        counted = rerouter.count(routing_map, probs)
+        physical_map, physical_probs, _ = rerouter.reroute(probs, counted, None)
         place = {int(e): 3 * r + i for (r, i), e in np.ndenumerate(order)}
         assert physical_map.nonzero().tolist() == [[e, place[e]] for e in range(EXPERTS)]
         forwards.append((probs, physical_probs, torch.rand_like(physical_probs), place))
@@ -95,10 +87,6 @@ def test_ranks_agree_on_loads() -> None:
     """All ranks gather the same loads, in the order of their ranks."""
     from megatron_hecate.comm.collectives import gather_rows
 
-    rank = dist.get_rank()
-    routing_map = torch.zeros(5, 3, dtype=torch.bool)
-    routing_map[:rank, 1] = True
-    counted = _rerouter(dist.group.WORLD, (0,) * 4).count(routing_map, routing_map.float())
-    group = dist.group.WORLD
-    loads = gather_rows(counted.loads, group, what="gathering", label="layer 1", timeout=30)
+    own = torch.tensor([0, dist.get_rank(), 0], dtype=torch.int32)
+    loads = gather_rows(own, dist.group.WORLD, what="gathering", label="layer 1", timeout=30)
     assert loads.dtype == torch.int32 and loads.tolist() == [[0, count, 0] for count in range(4)]
