@@ -235,13 +235,8 @@ class LoadMonitor:
 
         return look
 
-    def finish_reduce(self) -> None:
-        """Sum the counts, wait, and add the result to the history. Does nothing without counts."""
-        self.start_reduce()
-        self.collect()
-
     def collect(self) -> None:
-        """Add a started sum to the history.
+        """Wait for a started sum, if there is one, and add it to the history.
 
         Not collective: the all-reduce has been started, so any rank may call it at any time.
         """

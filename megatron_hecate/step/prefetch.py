@@ -333,7 +333,8 @@ class Prefetcher(Uncopied, StepEvents):
         self.pool.reset(self.clock.ended_because)
         for state in self.states:
             state.abandon()
-        self.monitor.finish_reduce()
+        self.monitor.start_reduce()
+        self.monitor.collect()
         self.forecast = self.monitor.history.forecast()
         self._routes.begin_iteration()
         if self.rehoming is not None:
