@@ -28,6 +28,7 @@ from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
+from megatron_hecate.megatron.forward_pass import LayerIteration
 from megatron_hecate.plan import Placement, add_late_replicas, plan_replicas
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
@@ -241,7 +242,9 @@ class LayerPlanner:
             self._routes.begin_microbatch(index, iteration, self._clock.microbatches)
         if state.current.number != iteration:
             with trace.span("plan", state.name):
-                state.set_placement(self._choose(state, forecast), iteration)
+                placement = self._choose(state, forecast)
+                transfers = state.transfers_for(placement)
+                state.current = LayerIteration(placement, placement, iteration, transfers)
 
     def _choose(self, state: LayerState, forecast: np.ndarray | None) -> Placement:
         if self.is_paused:

@@ -248,15 +248,6 @@ class LayerState(Uncopied):
             cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
         return cost
 
-    def set_placement(self, placement: Placement, iteration: int) -> None:
-        """Set the placement of a new iteration, or of its next microbatch."""
-        self.current = LayerIteration(placement, placement, iteration, self._transfers(placement))
-
-    def extend_placement(self, placement: Placement) -> None:
-        """Change the running iteration's replicas to ``placement``, which has more of them."""
-        self.current.placement = placement
-        self.current.transfers = self._transfers(placement)
-
     def prepare_transfers(self, placement: Placement) -> None:
         """Prepare the transfers of ``placement``, a possible plan, in any thread."""
         if placement.num_replicas and self.slots is not None:
@@ -264,7 +255,8 @@ class LayerState(Uncopied):
             self.transport.prepare(transfers, self.slots.sizes)
             self._early = (placement, transfers)
 
-    def _transfers(self, placement: Placement) -> TransferPlan | None:
+    def transfers_for(self, placement: Placement) -> TransferPlan | None:
+        """Return this rank's transfers for the replicas of ``placement``, if it has any."""
         if not placement.num_replicas:
             return None
         early = self._early

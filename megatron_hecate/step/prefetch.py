@@ -296,7 +296,8 @@ class Prefetcher(Uncopied, StepEvents):
         current = state.current
         placement = plan_late(state, loads)
         if placement is not current.placement:
-            state.extend_placement(placement)
+            current.placement = placement
+            current.transfers = state.transfers_for(placement)
             if current.replicas is None:
                 current.replicas = self._fetch(state)
             else:
