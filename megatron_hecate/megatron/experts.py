@@ -27,7 +27,7 @@ from megatron_hecate.megatron.sequential_experts import SequentialTwin, format_s
 from megatron_hecate.megatron.stored_weights import StoredWeights, is_quantized
 from megatron_hecate.megatron.twin import Twin, find_owners
 from megatron_hecate.replicas.autograd import Delayed, PendingGradients
-from megatron_hecate.replicas.chunk_layout import ChunkLayout
+from megatron_hecate.replicas.buffers import ChunkLayout
 from megatron_hecate.replicas.layer_replicas import Replicas
 
 

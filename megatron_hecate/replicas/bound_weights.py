@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from megatron_hecate.comm.transport import TransferPlan
 from megatron_hecate.device.autograd import direct_apply
 from megatron_hecate.replicas.autograd import release
-from megatron_hecate.replicas.chunk_layout import ChunkLayout
+from megatron_hecate.replicas.buffers import ChunkLayout
 
 
 class BoundWeights:

@@ -82,7 +82,7 @@ def _pause_without_copy(loop: Any) -> None:
     for layer in tiny_gpt.moe_layers(loop.chunks):
         pool = layer.prefetcher.pool
         for buffer in (*pool._weights, *pool._grads):
-            buffer._memory.fill_(0xFF)
+            buffer.memory.fill_(0xFF)
         pool.transport._staging.fill_(0xFF)
 
 

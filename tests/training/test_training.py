@@ -44,7 +44,8 @@ def test_only_training_forwards_make_the_forecast() -> None:
     for step in range(3):
         run.step(step)
         run.evaluate(step)
-        monitor.finish_reduce()
+        monitor.start_reduce()
+        monitor.collect()
         assert monitor.history.last.sum(axis=1).tolist() == [2 * tokens] * 2
 
 
