@@ -1,4 +1,4 @@
-"""Replicas of one layer: fetched weights, gathered gradients.
+"""Replicas of one layer: fetched weights, gathered gradients, and their states.
 
 Module `buffers` defines lifetimes and memory, module `autograd` the autograd nodes. Replicas are
 plain tensors, no ``nn.Parameter``: DDP, the optimizer, checkpoints and parameter counts see homes

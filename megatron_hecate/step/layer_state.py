@@ -1,4 +1,4 @@
-"""State of one converted layer: placement, replicas, and microbatches in flight.
+"""Parts of one converted layer, and its state: placement, replicas, microbatches in flight.
 
 The state makes no decisions about time: `prefetch` calls the state, never the reverse.
 """
