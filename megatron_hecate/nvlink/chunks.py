@@ -18,7 +18,6 @@ from megatron_hecate.plan.compiled import compiled
 
 CACHED: int = 512  # transfers whose chunks and stages are cached; two per layer are in use
 WHOLE: int = 1 << 20  # sum of the shares of a chunk
-NO_RANK: int = -1
 
 # Kinds of memory. Of an own expert: its parameters in a spAG, its main gradients in a spRS.
 HOME, SEND, SLOT, STRIPE = range(4)
@@ -52,9 +51,9 @@ Parts = Mapping[Key, Sequence[Part]]
 class ChunkTable(NamedTuple):
     """All chunks of a transfer in one domain, the same for all ranks and for both directions.
 
-    Shapes: C chunks, N copies, P parts, R ranks up to the last of the domain. The copies of a chunk
-    are consecutive: those of chunk c are the elements ``begins[c]`` to ``begins[c + 1]`` of an
-    array [N]. In the same way ``part_begins`` divides ``parts``.
+    Shapes: C chunks, N copies, P parts, R ranks up to the last of the domain and of all homes. The
+    copies of a chunk are consecutive: those of chunk c are the elements ``begins[c]`` to
+    ``begins[c + 1]`` of an array [N]. In the same way ``part_begins`` divides ``parts``.
 
     Args:
         keys: home and index of each chunk, sorted, including chunks without copies, [C, 2].
@@ -94,39 +93,27 @@ class ChunkTable(NamedTuple):
             domain: ranks of the domain.
             parts: parts of the chunks that are moved in parts because other domains take part.
         """
-        parts_of = dict(parts)
-        # Before the copies of a chunk that is moved in parts stands a row without a rank.
-        rows = sorted([*copies, *((*key, NO_RANK, NO_RANK) for key in parts_of)])
-        fields = itertools.chain.from_iterable(rows)
-        table = np.fromiter(fields, np.int64, 4 * len(rows)).reshape(-1, 4)
-        changes = (table[1:, 0] != table[:-1, 0]) | (table[1:, 1] != table[:-1, 1])
-        first_rows = np.array(
-            [*range(min(len(table), 1)), *(np.flatnonzero(changes) + 1), len(table)]
-        )
-        keys = table[first_rows[:-1], :2].copy()
-        begins = first_rows
-        part_begins = np.zeros(len(first_rows), np.int64)
-        if parts_of:
-            is_copy = table[:, 2] != NO_RANK
-            begins = np.concatenate(([0], is_copy.cumsum()))[first_rows]
-            table = table[is_copy]
-            sizes = [len(parts_of.get((home, index), ())) for home, index in keys.tolist()]
-            part_begins[1:] = np.cumsum(sizes)
-        ranks, slots = table[:, 2:].T.copy()
-        listed = itertools.chain.from_iterable(parts_of[key] for key in sorted(parts_of))
-        part_rows = np.array(list(listed), np.int64)
-        is_member = np.zeros(1 + max(domain), np.bool_)
+        given_parts = dict(parts)
+        copies_of: dict[Key, list[Copy]] = {key: [] for key in given_parts}
+        for copy in copies:
+            copies_of.setdefault((copy.home, copy.index), []).append(copy)
+        keys = sorted(copies_of)
+        by_chunk = [sorted(copies_of[key]) for key in keys]
+        ordered = list(itertools.chain.from_iterable(by_chunk))
+        parts_by_chunk = [given_parts.get(key, ()) for key in keys]
+        part_rows = np.array(list(itertools.chain.from_iterable(parts_by_chunk)), np.int64)
+        is_member = np.zeros(1 + max([*domain, *(home for home, _ in keys)]), np.bool_)
         is_member[list(domain)] = True
         chunks = ChunkTable(
-            keys=keys,
-            begins=begins,
-            ranks=ranks,
-            slots=slots,
-            part_begins=part_begins,
+            keys=np.array(keys, np.int64).reshape(-1, 2),
+            begins=np.cumsum([0, *map(len, by_chunk)]),
+            ranks=np.array([copy.rank for copy in ordered], np.int64),
+            slots=np.array([copy.slot for copy in ordered], np.int64),
+            part_begins=np.cumsum([0, *map(len, parts_by_chunk)]),
             parts=part_rows.reshape(-1, len(Part._fields)),
             is_member=is_member,
             is_exchanged=np.zeros(len(keys), np.bool_),
-            shares=np.zeros(len(ranks), np.int64),
+            shares=np.zeros(len(ordered), np.int64),
         )
         _choose_exchanges(chunks)
         return chunks
@@ -148,7 +135,7 @@ def _choose_exchanges(chunks: ChunkTable) -> None:
     order = np.argsort(begins[:-1] - begins[1:], kind="mergesort")
     for chunk in order:
         size = begins[chunk + 1] - begins[chunk]
-        if size > 1 and sends[homes[chunk]] > limit and not is_in_parts(chunks, chunk):
+        if size > 1 and sends[homes[chunk]] > limit and len(parts_of(chunks, chunk)) == 0:
             chunks.is_exchanged[chunk] = True
             sends[homes[chunk]] -= size - 1
     load = sends * WHOLE
@@ -160,9 +147,9 @@ def _choose_exchanges(chunks: ChunkTable) -> None:
 
 
 @compiled
-def is_in_parts(chunks: ChunkTable, chunk: int) -> bool:
-    """Return whether a chunk is moved in parts because other domains take part."""
-    return chunks.part_begins[chunk] < chunks.part_begins[chunk + 1]
+def parts_of(chunks: ChunkTable, chunk: int) -> np.ndarray:
+    """Return the parts of a chunk because other domains take part, [parts, fields of `Part`]."""
+    return chunks.parts[chunks.part_begins[chunk] : chunks.part_begins[chunk + 1]]
 
 
 @compiled
@@ -179,18 +166,12 @@ def _count_whole_chunks(chunks: ChunkTable) -> tuple[np.ndarray, np.ndarray]:
     for chunk in range(len(chunks.keys)):
         home = chunks.keys[chunk, 0]
         # Parts from other domains are not received from homes.
-        if is_member(chunks, home):
+        if chunks.is_member[home]:
             receivers = chunks.ranks[chunks.begins[chunk] : chunks.begins[chunk + 1]]
-            sends[home] += 1 if is_in_parts(chunks, chunk) else len(receivers)
+            sends[home] += 1 if len(parts_of(chunks, chunk)) else len(receivers)
             for rank in receivers:
                 receives[rank] += 1
     return sends, receives
-
-
-@compiled
-def is_member(chunks: ChunkTable, rank: int) -> bool:
-    """Return whether ``rank`` is in the domain."""
-    return rank < len(chunks.is_member) and chunks.is_member[rank]
 
 
 @compiled

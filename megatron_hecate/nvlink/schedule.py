@@ -39,8 +39,7 @@ from megatron_hecate.nvlink.chunks import (
     ChunkTable,
     Part,
     Parts,
-    is_in_parts,
-    is_member,
+    parts_of,
 )
 from megatron_hecate.plan.compiled import compiled
 
@@ -104,8 +103,8 @@ class TransferSchedule:
                 else what has received it. In a spRS, what the sum over this domain's replicas must
                 reach; without a replica in the domain, what holds the complete sum.
         """
-        parts_of = tuple((key, tuple(listed)) for key, listed in parts.items())
-        chunks = ChunkTable.of(tuple(copies), tuple(domain), parts_of)
+        listed = tuple((key, tuple(chunk_parts)) for key, chunk_parts in parts.items())
+        chunks = ChunkTable.of(tuple(copies), tuple(domain), listed)
         if sums:
             is_begun = (np.diff(chunks.begins) > 0) & (np.diff(chunks.part_begins) > 0)
             first_sum = int(chunks.is_exchanged.any() or is_begun.any())
@@ -143,8 +142,8 @@ def _list_fetch(chunks: ChunkTable, rank: int, elements: int) -> np.ndarray:
         if home == rank:
             parameters = Part(rank, HOME, index, 0, elements, 0)
             count = _pull(rows, count, PACK, parameters, whole, False)
-        parts = _parts_of(chunks, chunk)
-        is_from_here = is_member(chunks, home)
+        parts = parts_of(chunks, chunk)
+        is_from_here = chunks.is_member[home]
         if len(parts) == 0 and not chunks.is_exchanged[chunk]:
             if slot >= 0:
                 count = _pull(rows, count, FETCH, whole, target, False)
@@ -179,11 +178,9 @@ def _list_return(chunks: ChunkTable, rank: int, elements: int, first_sum: int) -
         total = Part(home, HOME, index, 0, elements, 0)
         is_exchanged = chunks.is_exchanged[chunk]
         has_copies = chunks.begins[chunk] < chunks.begins[chunk + 1]
-        if not is_exchanged and not is_in_parts(chunks, chunk):
-            if home == rank:
-                count = _sum(rows, count, first_sum, chunks, chunk, total)
-            continue
-        parts = _divide(chunks, chunk, elements) if is_exchanged else _parts_of(chunks, chunk)
+        parts = _divide(chunks, chunk, elements) if is_exchanged else parts_of(chunks, chunk)
+        if len(parts) == 0 and home == rank:
+            count = _sum(rows, count, first_sum, chunks, chunk, total)
         for number in range(len(parts)):
             part = _part(parts, number)
             if has_copies and part.rank == rank:
@@ -208,12 +205,6 @@ def _slot_of(chunks: ChunkTable, chunk: int, rank: int) -> int:
         if chunks.ranks[copy] == rank:
             return chunks.slots[copy]
     return -1
-
-
-@compiled
-def _parts_of(chunks: ChunkTable, chunk: int) -> np.ndarray:
-    """Return the parts of a chunk because other domains take part, [parts, fields of `Part`]."""
-    return chunks.parts[chunks.part_begins[chunk] : chunks.part_begins[chunk + 1]]
 
 
 @compiled
