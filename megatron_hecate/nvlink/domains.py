@@ -117,14 +117,13 @@ def _stages_of_return(
         copies: copies to this rank's domain.
     """
     sums: dict[Key, list[Part]] = {}
-    begun: dict[Key, list[Part]] = {}
     for chunk in crossing:
         places = {copy.rank: (SLOT, copy.slot) for copy in chunk.here}
         sums[chunk.key] = group.stripes(chunk, places)
-        # Without a replica in this domain the first received stripe is the sum.
-        if chunk.here:
-            begun[chunk.key] = sums[chunk.key]
-    stages: list[Stage] = [group.schedule(copies, begun)]
+    # Without a replica in this domain the first received stripe is the sum.
+    begun = {chunk.key for chunk in crossing if chunk.here}
+    summed_here = {key: parts for key, parts in sums.items() if key in begun}
+    stages: list[Stage] = [group.schedule(copies, summed_here)]
     own_chunks = [chunk for chunk in crossing if group.domain_of[chunk.key[0]] == group.own]
     busy_buffers = group.used.copy()
     num_domains = len(group.domains)
@@ -150,7 +149,7 @@ def _stages_of_return(
                     for source, total in zip(arrived, sums[chunk.key], strict=True)
                     if total.rank == group.rank
                 ]
-            begun[chunk.key] = sums[chunk.key]
+            begun.add(chunk.key)
             receives += group.messages(chunk, arrived, domain=source_domain)
         stages.append(Messages(sends, receives, adds))
     last = group.schedule([], {chunk.key: sums[chunk.key] for chunk in own_chunks})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,14 +26,6 @@ NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # read by torch in every rend
 LABEL = "transport nvlink"
 
 _raise_on_all = functools.partial(raise_on_all, label=LABEL)
-
-
-def free_shared_bytes() -> int:
-    """Return the free bytes of shared memory on this machine, which CPU ranks use."""
-    if not SHARED.exists():
-        return 0
-    file_system = os.statvfs(SHARED)
-    return file_system.f_bavail * file_system.f_frsize
 
 
 def symmetric_problem(device: torch.device) -> str:
@@ -58,22 +51,28 @@ def allocate_shared(
 ) -> tuple[Tensor, list[int], Any]:
     """Allocate POSIX shared memory and map it on all ranks of ``group``. Collective.
 
-    Each rank creates a file, which is unlinked once all ranks have opened it.
+    Each rank creates a file, which is removed once all ranks have opened it.
 
     Returns:
         This rank's block; addresses of all ranks' blocks; object that must live as long.
     """
-    name = ""
-    try:
+    # The mappings stay valid without the names of the files, which are removed at the end.
+    with contextlib.ExitStack() as files:
         with _raise_on_all(group, what="allocating shared memory"):
             try:
-                name = _create_file(size)
+                # Only this user's processes may open it.
+                file = files.enter_context(
+                    tempfile.NamedTemporaryFile(prefix="megatron-hecate-", dir=SHARED)
+                )
+                # Too little memory is an error here, and not a bus error at the first access.
+                os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
                 raise OSError(
-                    f"cannot allocate {size} bytes of shared memory, {free_shared_bytes()} are "
-                    f"free in {SHARED}: {error}; make {SHARED} larger, or use p2p"
+                    f"cannot allocate {size} bytes of shared memory, "
+                    f"{shutil.disk_usage(SHARED).free} are free in {SHARED}: {error}; make "
+                    f"{SHARED} larger, or use p2p"
                 ) from error
-        names = gather_objects(name, group, what="mapping shared memory", label=LABEL)
+        names = gather_objects(file.name, group, what="mapping shared memory", label=LABEL)
         with _raise_on_all(group, what="mapping shared memory"):
             try:
                 # The size is asked for because torch would create a file that is not there.
@@ -92,26 +91,7 @@ def allocate_shared(
                     f"cannot map its peers' shared memory: {error}; let the ranks of a machine "
                     f"share {SHARED}, or use p2p"
                 ) from error
-    finally:
-        # The mappings stay valid without the name, and no file is left behind.
-        if name:
-            Path(name).unlink()
     return blocks[group.rank()], [block.data_ptr() for block in blocks], blocks
-
-
-def _create_file(size: int) -> str:
-    """Create a file of ``size`` bytes in shared memory; return its name."""
-    # Mode 600: only this user's processes may open it.
-    descriptor, name = tempfile.mkstemp(prefix="megatron-hecate-", dir=SHARED)
-    try:
-        # Too little memory is an error here, and not a bus error at the first access.
-        os.posix_fallocate(descriptor, 0, size)
-    except BaseException:
-        Path(name).unlink()
-        raise
-    finally:
-        os.close(descriptor)
-    return name
 
 
 def allocate_symmetric(

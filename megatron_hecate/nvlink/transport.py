@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,51 +41,20 @@ from megatron_hecate.nvlink.schedule import TransferSchedule
 REFRESH: int = 1 << 30
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
+class _Job(NamedTuple):
     """One transfer of a layer on this rank.
 
     Args:
         what: "spAG" or "spRS".
         label: name of the layer.
-        homes: tensors of the own experts that are moved, by index.
         slots: chunks of the slots.
-        sent: send buffer, uint8.
-        stripes: stripe buffers, uint8.
-        domains: number of ranks of each NVLink domain.
+        memory: addresses of the memory.
     """
 
     what: str
     label: str
-    homes: Mapping[int, Sequence[Tensor]]
     slots: Sequence[Tensor]
-    sent: Tensor
-    stripes: Tensor
-    domains: tuple[int, ...]
-
-    def part(self, part: Part) -> Tensor:
-        """Return the elements of ``part``, which is on this rank."""
-        if part.memory == SLOT:
-            chunk = self.slots[part.index]
-        else:
-            memory = self.sent if part.memory == SEND else self.stripes
-            _, stride = self.memory.buffers[part.memory]
-            chunk = memory[part.index * stride :][:stride].view(self.slots[0].dtype)
-        return chunk[part.begin - part.first : part.end - part.first]
-
-    @cached_property
-    def memory(self) -> Memory:
-        """Addresses of the memory."""
-        slot = self.slots[0]
-        stride = LayerBuffer.aligned(len(slot), slot.dtype)
-        stripe = LayerBuffer.aligned(stripe_elements(len(slot), self.domains), slot.dtype)
-        places = {
-            SEND: (self.sent.data_ptr(), stride),
-            SLOT: (slot.data_ptr(), stride),
-            STRIPE: (self.stripes.data_ptr(), stripe),
-        }
-        buffers = tuple(places.get(kind, (0, 0)) for kind in range(1 + STRIPE))
-        return Memory.of(self.homes, buffers, slot.itemsize)
+    memory: Memory
 
 
 class NVLink:
@@ -267,7 +236,27 @@ class NVLink:
     def _job(
         self, what: str, label: str, homes: Mapping[int, Sequence[Tensor]], slots: Sequence[Tensor]
     ) -> _Job:
-        return _Job(what, label, homes, slots, self._sent, self._stripes, self._domain_sizes)
+        """Describe a transfer of ``homes``, the tensors of the own experts that are moved."""
+        slot = slots[0]
+        stride = LayerBuffer.aligned(len(slot), slot.dtype)
+        stripe = LayerBuffer.aligned(stripe_elements(len(slot), self._domain_sizes), slot.dtype)
+        places = {
+            SEND: (self._sent.data_ptr(), stride),
+            SLOT: (slot.data_ptr(), stride),
+            STRIPE: (self._stripes.data_ptr(), stripe),
+        }
+        buffers = tuple(places.get(kind, (0, 0)) for kind in range(1 + STRIPE))
+        return _Job(what, label, slots, Memory.of(homes, buffers, slot.itemsize))
+
+    def _elements(self, part: Part, job: _Job) -> Tensor:
+        """Return the elements of ``part``, which is on this rank."""
+        if part.memory == SLOT:
+            chunk = job.slots[part.index]
+        else:
+            memory = self._sent if part.memory == SEND else self._stripes
+            _, stride = job.memory.buffers[part.memory]
+            chunk = memory[part.index * stride :][:stride].view(job.slots[0].dtype)
+        return chunk[part.begin - part.first : part.end - part.first]
 
     def _memory_of_peers(self) -> Peers:
         assert self._peers is not None, "allocate was not called"
@@ -292,9 +281,9 @@ class NVLink:
         batch = self._between.batch(tag, what=job.what, label=job.label)
         for messages, post in ((stage.sends, batch.send), (stage.receives, batch.receive)):
             for part, rank in messages:
-                post(job.part(part), rank)
-        sums = [job.part(total) for _, total in stage.adds]
-        received = [job.part(source) for source, _ in stage.adds]
+                post(self._elements(part, job), rank)
+        sums = [self._elements(total, job) for _, total in stage.adds]
+        received = [self._elements(source, job) for source, _ in stage.adds]
 
         def run() -> None:
             batch.start()
