@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hecate.comm.collectives import wait_collective
+from megatron_hecate.comm.device import device_of_rank
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,16 +33,15 @@ def pieces(shards: Sequence[Shard], target: Shard) -> list[Shard]:
     An element that the wanting rank keeps itself is taken from there, any other from the lowest
     rank that keeps it.
 
-    Raises:
-        ValueError: for an element that no rank keeps.
+    Args:
+        shards: shards that together hold all elements of ``target``.
+        target: elements that are wanted, and the rank that wants them.
     """
     bounds = set(chain.from_iterable((shard.begin, shard.end) for shard in shards))
     inside = {bound for bound in bounds if target.begin < bound < target.end}
     parts: list[Shard] = []
     for begin, end in pairwise(sorted({target.begin, target.end} | inside)):
         ranks = [shard.rank for shard in shards if shard.begin <= begin and end <= shard.end]
-        if not ranks:
-            raise ValueError(f"element {begin} of {target} is on none of {list(shards)}")
         source = target.rank if target.rank in ranks else min(ranks)
         parts.append(Shard(source, begin, end))
     return parts
@@ -54,26 +54,18 @@ class Relocation:
 
     Args:
         group: process group; all of its ranks take part, senders and receivers or not.
-        device: device of the group's messages.
         label: prefix of errors.
         timeout: seconds per wait.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, *, label: str, timeout: float
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, *, label: str, timeout: float) -> None:
         self._group = group
-        self._device = device
         self._label = label
         self._timeout = timeout
         # Bytes to send to each rank, and tensors that receive values from each rank.
         self._sends: list[list[Tensor]] = [[] for _ in range(group.size())]
         self._receives: list[list[Sequence[Tensor]]] = [[] for _ in range(group.size())]
         self._received = torch.empty(0, dtype=torch.uint8)
-
-    @property
-    def received_bytes(self) -> int:
-        return self._received.nbytes
 
     def send(self, rank: int, values: Tensor) -> None:
         """Add contiguous ``values`` [n] to the message to ``rank``."""
@@ -96,7 +88,7 @@ class Relocation:
         receive_sizes = [
             sum(tensors[0].nbytes for tensors in rank_tensors) for rank_tensors in self._receives
         ]
-        packed = torch.empty(sum(send_sizes), dtype=torch.uint8, device=self._device)
+        packed = torch.empty(sum(send_sizes), dtype=torch.uint8, device=device_of_rank())
         parts = list(chain.from_iterable(self._sends))
         for place, part in zip(packed.split([part.nbytes for part in parts]), parts, strict=True):
             place.copy_(part)

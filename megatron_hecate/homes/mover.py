@@ -17,11 +17,11 @@ from torch.optim.optimizer import Optimizer
 
 from megatron_hecate import trace
 from megatron_hecate.comm.collectives import gather_objects
-from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.homes.exchange import Relocation
 from megatron_hecate.homes.optimizer_state import StateOnRanks
 from megatron_hecate.megatron.parameter_gathers import wait_for_params
 from megatron_hecate.megatron.stored_weights import StoredWeights
+from megatron_hecate.megatron.training_globals import replica_of_rank
 from megatron_hecate.plan import Placement
 from megatron_hecate.step.layer_state import LayerState
 
@@ -46,7 +46,6 @@ class Homes:
         states: all layers of this rank.
         group: all ranks with homes of these layers: this rank's expert-parallel group and the
             expert-parallel groups that share gradients with it.
-        replica: this rank's number among the ranks with the same homes (expert data parallelism).
         optimizers: callback for the optimizers that step the model.
     """
 
@@ -54,21 +53,15 @@ class Homes:
         self,
         states: Sequence[LayerState],
         group: dist.ProcessGroup,
-        *,
-        replica: int,
         optimizers: Callable[[], Sequence[Optimizer]],
     ) -> None:
         self._states = states
         self._group = group
-        self._replica = replica
         self.optimizers = optimizers
-        self._timeout = states[0].config.timeout
         # as built by Megatron
         self.built = self.now
         # True from the begin of a write, after which an error leaves experts inconsistent
         self._is_writing = False
-        # over all moves so far
-        self.received_bytes = 0
 
     @property
     def now(self) -> list[Order]:
@@ -115,7 +108,7 @@ class Homes:
         return StateOnRanks(
             state.parts.experts.homes(),
             self.optimizers(),
-            place=(state.group.rank(), self._replica),
+            place=(state.group.rank(), replica_of_rank()),
             group=self._group,
         )
 
@@ -136,7 +129,7 @@ class Homes:
             order[move.target] = old_order[move.source]
         homes = state.homes.with_homes(order)
         label = f"homes of {state.name}"
-        relocation = Relocation(self._group, device_of_rank(), label=label, timeout=self._timeout)
+        relocation = Relocation(self._group, label=label, timeout=state.config.timeout)
         for move in moves:
             on_ranks.move(*move, relocation)
         with torch.no_grad():
@@ -149,7 +142,6 @@ class Homes:
                 StoredWeights(expert).drop_derived()
         state.move_homes(homes)
         self._is_writing = False
-        self.received_bytes += relocation.received_bytes
 
 
 def _order_of(homes: Placement) -> Order:

@@ -29,6 +29,8 @@ MAIN = "main_param"
 # TransformerEngine stores state of these dtypes, and in its own tensor classes, with one scale per
 # shard
 SCALED = (torch.float16, torch.uint8)
+# names and dtypes of what is kept for each element of a tensor
+Kind = tuple[tuple[str, torch.dtype], ...]
 
 
 class Portion(NamedTuple):
@@ -44,14 +46,8 @@ class Portion(NamedTuple):
     values: Mapping[str, Sequence[Tensor]]
 
     @property
-    def kind(self) -> str:
-        """Names and dtypes of the tensors."""
-        return repr([(name, str(copies[0].dtype)) for name, copies in sorted(self.values.items())])
-
-    @property
-    def element_size(self) -> int:
-        """Bytes of one element, over all names."""
-        return sum(copies[0].element_size() for copies in self.values.values())
+    def kind(self) -> Kind:
+        return tuple((name, copies[0].dtype) for name, copies in sorted(self.values.items()))
 
 
 def _find_states(params: Sequence[Parameter], optimizers: Iterable[Optimizer]) -> list[Portion]:
@@ -135,13 +131,11 @@ class _Summary(NamedTuple):
         elements: elements that the rank keeps, by home and tensor.
         kinds: different kinds of each tensor, over all homes; empty for a tensor that only other
             ranks keep.
-        element_sizes: largest number of bytes of one element of each tensor.
     """
 
     place: tuple[int, int]
     elements: list[list[int]]
-    kinds: list[list[str]]
-    element_sizes: list[int]
+    kinds: list[set[Kind]]
 
 
 class StateOnRanks:
@@ -187,20 +181,16 @@ class StateOnRanks:
             home_weights = [Portion(part.numel(), {"weight": [part]}) for part in parts]
             home_states = states[index * len(params) : (index + 1) * len(params)]
             self._portions.append(home_states + home_weights)
-        by_tensor = list(zip(*self._portions, strict=True))
         summary = _Summary(
             place,
             elements=[[portion.elements for portion in home] for home in self._portions],
             kinds=[
-                sorted({portion.kind for portion in portions if portion.elements})
-                for portions in by_tensor
-            ],
-            element_sizes=[
-                max(portion.element_size for portion in portions) for portions in by_tensor
+                {portion.kind for portion in portions if portion.elements}
+                for portions in zip(*self._portions, strict=True)
             ],
         )
         summaries = gather_objects(summary, group, **named)
-        _check_same_kinds([summary.kinds for summary in summaries])
+        kinds = _common_kinds([summary.kinds for summary in summaries])
         # number in the group by rank and replica, [R, D]
         places = [summary.place for summary in summaries]
         self._members = np.empty(np.max(places, axis=0) + 1, np.int64)
@@ -210,8 +200,8 @@ class StateOnRanks:
         self._elements = np.array([summary.elements for summary in summaries])
         self._check_all_stepped([param.requires_grad for param in params])
         # upper bound of the bytes that one rank receives per expert, weights and state together
-        element_sizes = np.max([summary.element_sizes for summary in summaries], axis=0)
-        self.expert_bytes = int((element_sizes * self._elements.max(axis=(0, 1))).sum())
+        element_sizes = [sum(dtype.itemsize for _, dtype in kind) for kind in kinds]
+        self.expert_bytes = int(self._elements.max(axis=(0, 1)) @ element_sizes)
 
     def _check_all_stepped(self, are_trained: Sequence[bool]) -> None:
         """Raise ValueError unless all elements of trained parameters are stepped equally often.
@@ -276,16 +266,21 @@ class StateOnRanks:
                         relocation.receive(sender, [values[received_slice] for values in copies])
 
 
-def _check_same_kinds(kinds_by_rank: Sequence[Sequence[Sequence[str]]]) -> None:
-    """Raise ValueError unless all ranks that step a parameter keep the same kind of state.
+def _common_kinds(kinds_by_rank: Sequence[Sequence[set[Kind]]]) -> list[Kind]:
+    """Return the kind of each tensor, the same on all ranks that keep elements of it.
 
     Args:
-        kinds_by_rank: kinds of state by rank and parameter.
+        kinds_by_rank: different kinds by rank and tensor.
     """
+    common: list[Kind] = []
     for part, part_kinds in enumerate(zip(*kinds_by_rank, strict=True)):
-        kinds = sorted(set(itertools.chain.from_iterable(part_kinds)))
+        kinds = set(itertools.chain.from_iterable(part_kinds))
         if len(kinds) > 1:
+            texts = [str([(name, str(dtype)) for name, dtype in kind]) for kind in kinds]
             raise ValueError(
                 "cannot move experts: the optimizer states of the experts of one layer differ, for "
-                f"parameter {part} of an expert: {' or '.join(kinds)}; leave --moe-fssdp-rehome out"
+                f"parameter {part} of an expert: {' or '.join(sorted(texts))}; leave "
+                "--moe-fssdp-rehome out"
             )
+        common += kinds or [()]
+    return common

@@ -150,23 +150,21 @@ class HomeSearch:
         def gain(saved: float, moves: np.ndarray) -> float:
             return self.horizon * self.token_seconds * saved - MARGIN * _seconds(moves, world, size)
 
-        options = [
-            (choice, _moves(order[choice.layer], choice.order, self.homes.home, world))
-            for choice in choices
-        ]
-        pays = [(gain(choice.saved, moves), choice, moves) for choice, moves in options]
-        for option in sorted(pays, key=lambda pair: -pair[0] / pair[2][::2].sum()):
+        options = []
+        for choice in choices:
+            moves = _moves(order[choice.layer], choice.order, self.homes.home, world)
+            options.append((gain(choice.saved, moves), choice, moves))
+        for option in sorted(options, key=lambda option: -option[0] / option[2][::2].sum()):
             layer = option[1].layer
-            candidates = {**affordable, layer: option}
-            moves = np.sum([layer_moves for _, _, layer_moves in candidates.values()], axis=0)
             if layer in affordable and option[0] <= affordable[layer][0]:
                 continue
-            affordable = candidates
-            saved = sum(choice.saved for _, choice, _ in candidates.values())
+            affordable[layer] = option
+            moves = np.sum([layer_moves for _, _, layer_moves in affordable.values()], axis=0)
+            saved = sum(choice.saved for _, choice, _ in affordable.values())
             if (new_gain := gain(saved, moves)) > best_gain:
                 new = order.astype(np.int64)
-                for layer, (_, choice, _) in candidates.items():
-                    new[layer] = choice.order
+                for _, chosen, _ in affordable.values():
+                    new[chosen.layer] = chosen.order
                 num_bytes = float(moves[::2].sum() * size)
                 best = HomeAssignment(new, num_bytes, saved * self.token_seconds)
                 best_gain = new_gain

@@ -22,7 +22,6 @@ from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.homes.mover import Homes, Order
 from megatron_hecate.homes.planner import Choice, HomeSearch
-from megatron_hecate.megatron.training_globals import replica_of_rank
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.step.prefetch import Rehoming
@@ -54,7 +53,7 @@ class HomesSchedule(Rehoming):
         clock: Clock,
         meter: OverlapMeter,
     ) -> None:
-        self.homes = Homes(states, group, replica=replica_of_rank(), optimizers=optimizers)
+        self.homes = Homes(states, group, optimizers)
         self._states = states
         self._group = group
         self._last_loads = last_loads

@@ -98,51 +98,38 @@ def allocate_symmetric(
     group: dist.ProcessGroup, size: int, *, device: torch.device
 ) -> tuple[Tensor, list[int], Any]:
     """Allocate symmetric memory and map it on all ranks of ``group``. As `allocate_shared`."""
+    import torch.distributed._symmetric_memory as symmetric
+
     with _raise_on_all(group, what="allocating symmetric memory"):
         if problem := symmetric_problem(device):
             raise RuntimeError(f"{problem}; use p2p")
-        memory = _empty_symmetric(size, device)
+        # Symmetric memory has an allocator of its own, so free blocks that torch's caching
+        # allocator keeps for later may leave too little.
+        torch.cuda.empty_cache()
+        try:
+            memory = symmetric.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            free, _ = torch.cuda.mem_get_info(device)
+            raise RuntimeError(
+                f"cannot allocate {size} bytes of symmetric memory, {free} are free: {error}; set "
+                "fewer slots or a shorter lifetime, or use p2p"
+            ) from error
         memory[:COUNTERS].zero_()
         # Peers may write the counters once they are mapped, so the zeros must be in memory before.
         torch.cuda.synchronize(device)
     with _raise_on_all(group, what="mapping symmetric memory"):
-        handle = _rendezvous(memory, group)
+        try:
+            with _without_multicast():
+                handle = symmetric.rendezvous(memory, group)
+        except RuntimeError as error:
+            raise RuntimeError(f"cannot map its peers' memory: {error}; use p2p") from error
+        if handle is None:
+            raise RuntimeError(
+                "cannot map its peers' memory: see the warning of torch.distributed; use p2p"
+            )
     # Torch may place the tensor at an offset inside its allocation, the same on all ranks.
     offset = memory.data_ptr() - handle.buffer_ptrs[handle.rank]
     return memory, [base + offset for base in handle.buffer_ptrs], handle
-
-
-def _empty_symmetric(size: int, device: torch.device) -> Tensor:
-    """Allocate [size] uint8 of symmetric memory."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    # Symmetric memory has an allocator of its own, so free blocks that torch's caching allocator
-    # keeps for later may leave too little.
-    torch.cuda.empty_cache()
-    try:
-        return symmetric.empty(size, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        free, _ = torch.cuda.mem_get_info(device)
-        raise RuntimeError(
-            f"cannot allocate {size} bytes of symmetric memory, {free} are free: {error}; set "
-            "fewer slots or a shorter lifetime, or use p2p"
-        ) from error
-
-
-def _rendezvous(memory: Tensor, group: dist.ProcessGroup) -> Any:
-    """Map symmetric memory on all ranks; return torch's handle."""
-    import torch.distributed._symmetric_memory as symmetric
-
-    try:
-        with _without_multicast():
-            handle = symmetric.rendezvous(memory, group)
-    except RuntimeError as error:
-        raise RuntimeError(f"cannot map its peers' memory: {error}; use p2p") from error
-    if handle is None:
-        raise RuntimeError(
-            "cannot map its peers' memory: see the warning of torch.distributed; use p2p"
-        )
-    return handle
 
 
 @contextlib.contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,12 +12,47 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_hecate.comm.device import device_of_rank
+from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.training_globals import training_arguments
 from megatron_hecate.megatron.training_state import num_microbatches
-from megatron_hecate.plan import LayerShape
+from megatron_hecate.plan import LayerShape, World
+from megatron_hecate.record.run_folder import RunInfo
 
 
-def job_sizes(config: Any) -> dict[str, Any]:
+def stage_info(
+    config: Any,
+    *,
+    layers: Sequence[str],
+    experts: Sequence[int],
+    world: World,
+    shape: LayerShape,
+    **fields: Any,
+) -> RunInfo:
+    """Describe a pipeline stage of the running job for its record.
+
+    Args:
+        config: ``TransformerConfig`` of the model's MoE layers.
+        layers: names of the stage's layers, [L].
+        experts: number of experts of each layer, [L].
+        world: ranks, nodes and speeds.
+        shape: sizes of a layer.
+        fields: further fields of `RunInfo`.
+    """
+    return RunInfo(
+        layers=tuple(layers),
+        num_experts=max(experts),
+        ranks=world.num_ranks,
+        node=tuple(world.node),
+        top_k=config.moe_router_topk,
+        shape=dataclasses.asdict(shape),
+        speeds=dataclasses.asdict(world.speeds),
+        job=_job_sizes(config),
+        started=Attempt.current().started,
+        **fields,
+    )
+
+
+def _job_sizes(config: Any) -> dict[str, Any]:
     """Collect the sizes of the job, see `RunInfo.job`; unknown ones are left out.
 
     Args:

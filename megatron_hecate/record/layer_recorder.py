@@ -6,7 +6,6 @@ M microbatches that are distinguished, L layers, E experts, N ranks.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,15 +15,13 @@ import numpy as np
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.device.autograd import lasting_tensors
-from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.training_state import num_microbatches
 from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
-from megatron_hecate.record.job_sizes import job_sizes
+from megatron_hecate.record.job_sizes import stage_info
 from megatron_hecate.record.recorder import Columns, StageRecorder
-from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.token_counts import TokenCounts
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
@@ -71,20 +68,34 @@ class LayerRecorder(StepEvents):
         # Tokens per microbatch as routed. Only for a record they are counted, and the tokens that
         # ranks compute and send: on all ranks, since values are summed.
         self.counts: TokenCounts | None = None
+        microbatches = num_microbatches()
         if first.config.record is not None:
-            self.counts = _token_counts(experts, world.num_ranks)
-        # Tokens computed on this rank by microbatch, [M, L], and forwards that were counted, [L].
+            with lasting_tensors():
+                self.counts = TokenCounts(
+                    experts, world.num_ranks, microbatches=microbatches, device=device_of_rank()
+                )
+        # Computed tokens by rank, microbatch and layer, [N, M, L]; 0 except for this rank.
         distinguished = 1 if self.counts is None else self.counts.distinguished
-        self._computed = np.zeros((distinguished, len(states)), dtype=np.int64)
-        self._forwards = [0] * len(states)
+        self._computed = np.zeros((world.num_ranks, distinguished, len(states)), dtype=np.int64)
         # Tokens sent to other nodes, [L].
         self._crossing = np.zeros(len(states), dtype=np.int64)
         # Placements without and with late replicas of the iteration whose loads are being summed.
         self._placed: list[tuple[Placement, Placement]] = []
         # Number of the last iteration that has begun.
         self._number = 0
+        info = stage_info(
+            model,
+            layers=[state.name for state in states],
+            experts=experts,
+            world=world,
+            shape=first.shape(microbatches or 1),
+            mode="fssdp",
+            slots=first.config.slots,
+            lifetime=first.config.lifetime,
+            transport=first.config.transport,
+        )
         self.stage = StageRecorder(
-            _describe_stage(states),
+            info,
             folder if self.counts is not None else None,
             group=first.rerouter.sources,
             experts=experts,
@@ -98,7 +109,7 @@ class LayerRecorder(StepEvents):
     @property
     def _num_counts(self) -> int:
         """Length of the token counts in `measured`, (N * M + 1) * L."""
-        return len(self._elsewhere) * self._computed.size + len(self._crossing)
+        return self._computed.size + self._crossing.size
 
     def computed(self, layer: int, forward: ForwardPass, sent_tokens: Sequence[int] | None) -> None:
         """Count the tokens of one forward.
@@ -108,9 +119,8 @@ class LayerRecorder(StepEvents):
             forward: the forward, with the number of rows of the experts' input.
             sent_tokens: tokens that this rank sent to each rank, [N]; ``None`` if unknown.
         """
-        microbatch = self._forwards[layer] % len(self._computed)
-        self._computed[microbatch, layer] += forward.num_tokens
-        self._forwards[layer] += 1
+        assert self.counts is not None
+        self._computed[self._rank, self.counts.microbatch(layer), layer] += forward.num_tokens
         if self._crosses and sent_tokens is not None:
             self._crossing[layer] += np.asarray(sent_tokens)[self._elsewhere].sum()
 
@@ -127,12 +137,9 @@ class LayerRecorder(StepEvents):
         self._placed = [(state.planned, state.placement) for state in self._states]
         if self.counts is None:
             return np.zeros(0, dtype=np.int64)
-        computed = np.zeros((len(self._elsewhere), *self._computed.shape), dtype=np.int64)
-        computed[self._rank] = self._computed
-        measured = np.concatenate([computed.ravel(), self._crossing])
+        measured = np.concatenate([self._computed.ravel(), self._crossing])
         self._computed[:] = 0
         self._crossing[:] = 0
-        self._forwards = [0] * len(self._forwards)
         return measured
 
     def take(self, load: np.ndarray, measured: np.ndarray) -> None:
@@ -167,7 +174,8 @@ class LayerRecorder(StepEvents):
         placements = [placement for _, placement in placed]
         columns: dict[str, Any] = {
             "load": load,
-            "replica": np.stack([_slots(placement, config.slots) for placement in placements]),
+            # In the table of a placement the slots of replicas follow the homes.
+            "replica": np.stack([p.table[:, p.num_experts // p.num_ranks :] for p in placements]),
             "late": np.array([(p.holders & ~planned.holders).sum() for planned, p in placed]),
             "window": np.full(len(placements), window),
         }
@@ -176,8 +184,7 @@ class LayerRecorder(StepEvents):
         if self.counts is not None:
             counts, rank_sums = np.split(measured, [self._num_counts])
             computed, crossing = np.split(counts, [-len(self._crossing)])
-            # by rank, microbatch and layer, [N, M, L]
-            computed = computed.reshape(-1, *self._computed.shape) // self._per_rank
+            computed = computed.reshape(self._computed.shape) // self._per_rank
             columns["peak"] = self.counts.fullest(rank_sums)
             if self._crosses:
                 columns["crossing"] = crossing
@@ -189,17 +196,6 @@ class LayerRecorder(StepEvents):
             # exact quotas for all microbatches together.
             columns["rank_load"] = np.stack(list(map(_balanced, load, placements)))
         return columns
-
-
-def _token_counts(experts: Sequence[int], ranks: int) -> TokenCounts:
-    """Allocate the counts of tokens per microbatch of layers with these numbers of experts."""
-    with lasting_tensors():
-        return TokenCounts(experts, ranks, microbatches=num_microbatches(), device=device_of_rank())
-
-
-def _slots(placement: Placement, slots: int) -> np.ndarray:
-    """Return the experts in the replica slots, [N, S], which follow the homes in the table."""
-    return placement.table[:, placement.table.shape[1] - slots :]
 
 
 def _balanced(load: np.ndarray, placement: Placement) -> np.ndarray:
@@ -224,30 +220,3 @@ def _pads_experts_input(model: Any) -> bool:
     budget = backend == "ncclep" or getattr(model, "moe_expert_rank_capacity_factor", None)
     pads = model.moe_pad_expert_input_to_capacity or model.moe_router_padding_for_quantization
     return bool(aligns or budget or pads)
-
-
-def _describe_stage(states: Sequence[LayerState]) -> RunInfo:
-    """Describe the stage for its record.
-
-    Args:
-        states: states of the stage's layers.
-    """
-    first = states[0]
-    config = first.config
-    world = first.world
-    model = first.parts.layer.config
-    return RunInfo(
-        mode="fssdp",
-        layers=tuple(state.name for state in states),
-        num_experts=max(state.parts.homes_only.num_experts for state in states),
-        ranks=world.num_ranks,
-        node=tuple(world.node),
-        top_k=model.moe_router_topk,
-        slots=config.slots,
-        shape=dataclasses.asdict(first.shape(num_microbatches() or 1)),
-        speeds=dataclasses.asdict(world.speeds),
-        job=job_sizes(model),
-        lifetime=config.lifetime,
-        transport=config.transport,
-        started=Attempt.current().started,
-    )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch.nn import Module
@@ -110,12 +110,12 @@ def stage_metrics(
     names = [name for name in ("load", "replica", "window", "home") if name in columns]
     row = {name: columns[name][None] for name in names}
     prices = PricedRecord(RunRecord(info=info, iteration=np.zeros(1), time=np.zeros(1), **row))
-    costs = prices.costs
-    token_ms = 0.0 if costs is None else costs.token_ms
-    metrics = step_metrics(loads, routed, computed, token_ms=token_ms, price_ms=prices.price_ms[0])
-    if "replica" not in columns or costs is None:
+    metrics = step_metrics(
+        loads, routed, computed, token_ms=prices.token_ms, price_ms=prices.price_ms[0]
+    )
+    if "replica" not in columns:
         return metrics
-    shape = costs.shape
+    shape = prices.shape
     replicas = (columns["replica"] != EMPTY).sum(axis=(1, 2))
     bytes_per_replica = shape.fetches * shape.expert_bytes + shape.returns * shape.grad_bytes
     copying = prices.copying_ms[0]
@@ -178,29 +178,17 @@ def step_metrics(
     return metrics
 
 
-class _Reduction(NamedTuple):
-    """Reduction of a metric over layers.
-
-    Args:
-        name: logged name.
-        reduce: function of the layers' values.
-        has_layers: whether each layer may be logged as well.
-    """
-
-    name: str
-    reduce: Callable[[np.ndarray], Any] = np.sum
-    has_layers: bool = True
-
-
-# Names are Megatron's where Megatron logs the metric, too. A metric without an entry is summed.
-REDUCTIONS = {
-    "overload_factor": _Reduction("moe/avg_overload_factor", np.mean),
-    "max_vio": _Reduction("moe/max_vio", np.mean),
-    "dead_experts": _Reduction("moe/dead_experts"),
-    "hidden_share": _Reduction("fssdp/hidden_share", np.mean),
-    # One value per stage, repeated for its layers.
-    "cum_overload_factor": _Reduction("moe/max_cum_overload_factor", np.max, has_layers=False),
+# Logged name of a metric, and its reduction over layers. Names are Megatron's where Megatron logs
+# the metric, too. A metric without an entry is summed.
+REDUCTIONS: dict[str, tuple[str, Callable[[np.ndarray], Any]]] = {
+    "overload_factor": ("moe/avg_overload_factor", np.mean),
+    "max_vio": ("moe/max_vio", np.mean),
+    "dead_experts": ("moe/dead_experts", np.sum),
+    "hidden_share": ("fssdp/hidden_share", np.mean),
+    "cum_overload_factor": ("moe/max_cum_overload_factor", np.max),
 }
+# One value per stage, repeated for its layers, so that no layer is logged.
+OF_STAGES: str = "cum_overload_factor"
 
 
 def summarize(
@@ -215,12 +203,12 @@ def summarize(
     """
     scalars = {"moe/max_overload_factor": values["overload_factor"].max()}
     for name, layer_values in values.items():
-        reduction = REDUCTIONS.get(name, _Reduction(f"fssdp/{name}"))
+        logged_name, reduce = REDUCTIONS.get(name, (f"fssdp/{name}", np.sum))
         numbers = layer_values[~np.isnan(layer_values)]
         if len(numbers):
-            scalars[reduction.name] = reduction.reduce(numbers)
-        if per_layer and reduction.has_layers:
-            group = reduction.name.partition("/")[0]
+            scalars[logged_name] = reduce(numbers)
+        if per_layer and name != OF_STAGES:
+            group = logged_name.partition("/")[0]
             for layer, value in zip(layers, layer_values, strict=True):
                 kind, _, number = layer.rpartition(" ")
                 scalars[f"{group}/{name}_{kind}_{int(number) - 1}".replace(" ", "_")] = value

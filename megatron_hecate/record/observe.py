@@ -38,9 +38,8 @@ from megatron_hecate.megatron.training_state import (
 )
 from megatron_hecate.plan import CPU, H100, Speeds, World
 from megatron_hecate.record.job_metrics import JobMetrics
-from megatron_hecate.record.job_sizes import job_sizes, stock_shape
+from megatron_hecate.record.job_sizes import stage_info, stock_shape
 from megatron_hecate.record.recorder import Columns, StageRecorder
-from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.token_counts import TokenCounts
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.load_monitor import GroupSum
@@ -157,26 +156,19 @@ class Observer:
         self.counts = TokenCounts(experts, ranks, microbatches=num_microbatches(), device=device)
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
-        model = first.config
-        info = RunInfo(
+        info = stage_info(
+            first.config,
+            layers=names,
+            experts=experts,
+            world=World.from_names(hosts, speeds),
+            shape=stock_shape(first),
             mode="observe",
-            layers=tuple(names),
-            num_experts=max(experts),
-            ranks=ranks,
-            node=tuple(World.from_names(hosts, speeds).node),
-            top_k=model.moe_router_topk,
-            shape=dataclasses.asdict(stock_shape(first)),
-            speeds=dataclasses.asdict(speeds),
-            job=job_sizes(model),
-            started=Attempt.current().started,
         )
         self.stage = StageRecorder(
             info, folder, group=self._group, experts=experts, collect=self.collect
         )
         # Iteration, unix time of its end, and sum of its counts.
         self._sums: deque[tuple[int, float, GroupSum]] = deque()
-        # Counts of each layer. True once any token was counted.
-        self._layer_counts = [self.counts.of_layer(index) for index in range(len(layers))]
         self._has_counted = False
         self._optimizer: weakref.ref[Optimizer] | None = None
         listen_to_steps(self)
@@ -200,7 +192,7 @@ class Observer:
 
     def add(self, layer: int, routing_map: torch.Tensor) -> None:
         """Count the tokens of a router's training forward, by its ``routing_map`` [T, E]."""
-        self._layer_counts[layer].add(routing_map)
+        self.counts.add(layer, routing_map)
         self._has_counted = True
 
     def before_step(self, optimizer: Optimizer) -> None:

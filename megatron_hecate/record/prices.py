@@ -16,33 +16,39 @@ import numpy as np
 from megatron_hecate.plan import EMPTY, CopyCost, LayerShape, Link, Placement, Speeds, World
 from megatron_hecate.plan.replicas import problem_of
 from megatron_hecate.plan.search import cost_beside_load
-from megatron_hecate.record.run_folder import RunInfo, RunRecord
+from megatron_hecate.record.run_folder import RunRecord
 
 
-@dataclasses.dataclass(frozen=True)
-class Costs:
-    """Cost model from the recorded sizes and speeds.
+@dataclasses.dataclass(frozen=True, eq=False)
+class PricedRecord:
+    """Record with the price of its replicas, by the cost model for the recorded sizes and speeds.
 
     Args:
-        shape: sizes of a layer.
-        world: ranks, nodes and speeds.
-        copy: cost of copies with nothing hidden.
+        record: record of the run, all stages together; loads without a run folder have no prices.
+
+    Raises:
+        ValueError: when experts cannot be split over ranks evenly.
     """
 
-    shape: LayerShape
-    world: World
-    copy: CopyCost
+    record: RunRecord
 
-    @classmethod
-    def of(cls, info: RunInfo) -> Costs | None:
-        """Build the cost model of a run; ``None`` if the record has no sizes or no speeds."""
-        if not (info.shape and info.speeds):
-            return None
+    @cached_property
+    def shape(self) -> LayerShape:
+        """Sizes of a layer."""
+        return LayerShape(**self.record.info.shape)
+
+    @cached_property
+    def world(self) -> World:
+        """Ranks, nodes and speeds."""
+        info = self.record.info
         links = {name: Link(**info.speeds[name]) for name in ("intra", "inter")}
-        shape = LayerShape(**info.shape)
-        world = World(info.node, Speeds(**{**info.speeds, **links}))
-        scatters = info.transport == "nvlink"
-        return cls(shape, world, dataclasses.replace(shape.copy_cost(world), scatters=scatters))
+        return World(info.node, Speeds(**{**info.speeds, **links}))
+
+    @cached_property
+    def copy_cost(self) -> CopyCost:
+        """Cost of copies with nothing hidden."""
+        scatters = self.record.info.transport == "nvlink"
+        return dataclasses.replace(self.shape.copy_cost(self.world), scatters=scatters)
 
     @property
     def token_ms(self) -> float:
@@ -59,31 +65,11 @@ class Costs:
         """Milliseconds per iteration that a rank takes for each replica, beside its tokens."""
         return 1e3 * self.shape.expert_seconds(self.world) * self.shape.microbatches
 
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class PricedRecord:
-    """Record with the price of its replicas.
-
-    Args:
-        record: record of the run, all stages together.
-
-    Raises:
-        ValueError: when experts cannot be split over ranks evenly.
-    """
-
-    record: RunRecord
-
-    @cached_property
-    def costs(self) -> Costs | None:
-        """Cost model; ``None`` if the record has no sizes or speeds, and all milliseconds are 0."""
-        return Costs.of(self.record.info)
-
     @cached_property
     def homes(self) -> Placement:
         """Original homes of the experts of every layer, as built by Megatron."""
         info = self.record.info
-        num_slots = 0 if self.record.replica is None else info.slots
-        return Placement.initial(self.record.load.shape[2], info.ranks, num_slots=num_slots)
+        return Placement.initial(self.record.load.shape[2], info.ranks, num_slots=info.slots)
 
     @cached_property
     def home(self) -> np.ndarray:
@@ -108,7 +94,7 @@ class PricedRecord:
         """
         times_ms = np.zeros((2, *self.record.load.shape[:2]))
         replica = self.record.replica
-        if self.costs is None or replica is None:
+        if replica is None:
             return times_ms
         # Most placements recur, so each is modelled once.
         modelled: dict[bytes, float] = {}
@@ -117,29 +103,28 @@ class PricedRecord:
             home = self.home[index]
             key = slots.tobytes() + home.tobytes()
             if key not in modelled:
-                modelled[key] = self._modelled_copy_ms(self.costs, slots, home)
-            out = self.costs.copy.out
+                modelled[key] = self._modelled_copy_ms(slots, home)
+            out = self.copy_cost.out
             times_ms[(slice(None), *index)] = modelled[key] * out, modelled[key] * (1 - out)
         return times_ms
 
-    def _modelled_copy_ms(self, costs: Costs, slots: np.ndarray, home: np.ndarray) -> float:
+    def _modelled_copy_ms(self, slots: np.ndarray, home: np.ndarray) -> float:
         """Return the modelled time of all copies of one placement, ms.
 
         Args:
-            costs: cost model.
             slots: experts in replica slots, [N, S].
             home: rank of each expert's home, [E].
         """
         # Copies alone: routing, computing and tokens that cross nodes have no cost here.
-        copies_alone = dataclasses.replace(costs.copy, routing=0.0, computing=0.0, crossing=0.0)
+        copies_alone = dataclasses.replace(self.copy_cost, routing=0.0, computing=0.0, crossing=0.0)
         homes = self.homes
         if self.record.home is not None:
             homes = homes.with_homes(np.argsort(home, kind="stable"))
-        problem = problem_of(homes, costs.world, copies_alone)
+        problem = problem_of(homes, self.world, copies_alone)
         homes_per_rank = self.homes.slots_per_rank - slots.shape[1]
         table = np.hstack([homes.table[:, :homes_per_rank], slots])
         no_load = np.zeros(self.homes.num_experts)
-        return cost_beside_load(no_load, problem, table)[1] * costs.token_ms
+        return cost_beside_load(no_load, problem, table)[1] * self.token_ms
 
     @property
     def copying_ms(self) -> np.ndarray:
@@ -152,9 +137,7 @@ class PricedRecord:
 
         Its upper bound is the time from attention to experts, measured or else modelled.
         """
-        if self.costs is None:
-            return self.copying_ms
-        shape = self.costs.shape
+        shape = self.shape
         seconds: Any = shape.hidden_seconds
         window = self.record.window
         if window is not None:
@@ -169,9 +152,7 @@ class PricedRecord:
         Sum of copies on the critical path, the compute time that hidden copies take by contention,
         routing, and computing beside tokens.
         """
-        if self.costs is None:
-            return self.copying_ms
         exposed = self.copying_ms - self.hidden_ms
-        contention = self.costs.copy.contention * self.hidden_ms
-        fixed = self.costs.routing_ms * self.replicas.any(axis=2)
-        return exposed + contention + fixed + self.costs.computing_ms * self.replicas.max(axis=2)
+        contention = self.copy_cost.contention * self.hidden_ms
+        fixed = self.routing_ms * self.replicas.any(axis=2)
+        return exposed + contention + fixed + self.computing_ms * self.replicas.max(axis=2)

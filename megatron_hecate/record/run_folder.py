@@ -65,9 +65,9 @@ class RunInfo:
         node: node of each rank, [N].
         top_k: experts per token.
         slots: S, replicas that a rank can hold per layer; 0 when observing.
-        shape: fields of `plan.LayerShape`; empty if unknown.
-        speeds: fields of `plan.Speeds`; empty if unknown.
-        job: sizes and layout of the job, `record.job_sizes.job_sizes`; empty if unknown.
+        shape: fields of `plan.LayerShape`; empty for loads without a run folder.
+        speeds: fields of `plan.Speeds`; as ``shape``.
+        job: sizes and layout of the job, see `record.job_sizes`; as ``shape``.
         lifetime: resolved setting of `HecateConfig`.
         transport: resolved setting of `HecateConfig`.
         started: start time of the job, ISO 8601 with time zone; empty in records without jobs.

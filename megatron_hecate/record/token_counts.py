@@ -1,6 +1,6 @@
 """Tokens per expert and microbatch of MoE layers, on this rank.
 
-All buffers keep their addresses, and `LayerCounts.add` does not need the host, so that CUDA graphs
+All buffers keep their addresses, and `TokenCounts.add` does not need the host, so that CUDA graphs
 can hold the counting. Letters in shapes: M microbatches that are distinguished, L layers, E
 experts, N ranks.
 """
@@ -17,35 +17,6 @@ from torch import Tensor
 # earlier ones: the largest rank load of each is then underestimated.
 LEAST: int = 8
 MOST: int = 64
-
-
-class LayerCounts:
-    """Counts of one layer.
-
-    Args:
-        counts: tokens by microbatch and expert, [M, E]; a view.
-        running: 1 for the running microbatch, 0 for the others, [M]; a view.
-    """
-
-    def __init__(self, counts: Tensor, running: Tensor) -> None:
-        self._counts = counts
-        self._running = running
-
-    def add(self, routes: Tensor) -> None:
-        """Count one forward of the layer's router, as one microbatch.
-
-        Args:
-            routes: routing map, [..., E] bool, or index of the expert of each choice, negative
-                where dropped.
-        """
-        if routes.dtype is torch.bool:
-            tokens = routes.view(-1, routes.shape[-1]).sum(dim=0)
-        else:
-            routes = routes.reshape(-1).long()
-            tokens = torch.zeros_like(self._counts[0])
-            tokens.scatter_add_(0, routes.clamp(min=0), (routes >= 0).long())
-        self._counts.addcmul_(self._running[:, None], tokens)
-        self._running.copy_(self._running.roll(1))
 
 
 class TokenCounts:
@@ -85,9 +56,24 @@ class TokenCounts:
         self._homes = homes.to(device).expand_as(self._counts)
         self._rank_shape = (distinguished, num_layers, ranks)
 
-    def of_layer(self, layer: int) -> LayerCounts:
-        """Return the counts of one layer."""
-        return LayerCounts(self._counts[:, layer, : self._experts[layer]], self._running[layer])
+    def add(self, layer: int, routes: Tensor) -> None:
+        """Count one forward of a layer's router, as one microbatch.
+
+        Args:
+            layer: index of the layer.
+            routes: routing map, [..., E] bool, or index of the expert of each choice, negative
+                where dropped.
+        """
+        counts = self._counts[:, layer, : self._experts[layer]]
+        running = self._running[layer]
+        if routes.dtype is torch.bool:
+            tokens = routes.view(-1, routes.shape[-1]).sum(dim=0)
+        else:
+            routes = routes.reshape(-1).long()
+            tokens = torch.zeros_like(counts[0])
+            tokens.scatter_add_(0, routes.clamp(min=0), (routes >= 0).long())
+        counts.addcmul_(running[:, None], tokens)
+        running.copy_(running.roll(1))
 
     @property
     def distinguished(self) -> int:
@@ -97,12 +83,15 @@ class TokenCounts:
     def next_of(self, layer: int) -> Tensor:
         """Return the counts of a layer's next microbatch, [E], for a kernel to add to.
 
-        The host chooses the microbatch, in contrast to `LayerCounts.add`, so CUDA graphs must not
-        hold the addition.
+        The host chooses the microbatch, in contrast to `add`, so CUDA graphs must not hold the
+        addition.
         """
-        begun = self._begun[layer]
-        self._begun[layer] = begun + 1
-        return self._counts[begun % len(self._counts), layer]
+        self._begun[layer] += 1
+        return self._counts[self.microbatch(layer), layer]
+
+    def microbatch(self, layer: int) -> int:
+        """Return the number, below M, of the microbatch that `next_of` has begun last."""
+        return (self._begun[layer] - 1) % len(self._counts)
 
     def take(self) -> Tensor:
         """Return the counts of the iteration, to be summed over the group, and reset them.

@@ -16,7 +16,6 @@ from megatron_hecate.tools.comparison import Comparison, compare
 from megatron_hecate.tools.job_settings import JobSettings
 from megatron_hecate.tools.report_charts import POINTS, groups_of, lines, picture, short
 from megatron_hecate.tools.report_text import (
-    NO_SIZES,
     decision,
     reasons,
     sentences,
@@ -75,8 +74,6 @@ class Report:
             ValueError: for a folder without a record, or a record that cannot be read.
         """
         run = Run.read(folder)
-        if run.model is None or run.cluster is None:
-            return cls(folder=folder, run=run, obstacle=NO_SIZES)
         flags = make_parser("").parse_args([str(folder)])
         prediction = comparison = None
         obstacle = ""
@@ -124,8 +121,7 @@ def predict_run(settings: JobSettings, run: Run) -> Prediction:
     Raises:
         ValueError: if the modelled experts and all-to-alls take longer than the measured step.
     """
-    assert run.costs is not None
-    group = Group(world=run.costs.world, shape=run.costs.shape, once=settings.once)
+    group = Group(world=run.world, shape=run.shape, once=settings.once)
     mean = run.before.mean(axis=2, keepdims=True)
     stock = group.work_of_ranks(run.before, fullest=run.fullest)
     computed = group.work_of_ranks(

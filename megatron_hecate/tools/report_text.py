@@ -14,8 +14,6 @@ from megatron_hecate.tools.replay import Outcome
 from megatron_hecate.tools.run import Run
 from megatron_hecate.tools.step_model import EXPERT_COMPUTE, PARTS, Prediction
 
-# Obstacle of records without sizes or speeds.
-NO_SIZES = "the record holds no sizes or no speeds"
 # Flags of `what_if` that change the layout.
 LAYOUT = "--ranks, --ep, --microbatches"
 
@@ -49,12 +47,7 @@ def verdict_on_stock(comparison: Comparison | None, folder: Path, *, obstacle: s
     """
     what_if = f"megatron-hecate what-if {shlex.quote(str(folder))}"
     if comparison is None:
-        command = what_if
-        purpose = "Simulate other settings:"
-        if obstacle == NO_SIZES:
-            command += " --model NAME --cluster NAME --ranks N --step-ms MS"
-            purpose = "Name the model and the machine:"
-        return _no_verdict(obstacle, command=command, purpose=purpose)
+        return _no_verdict(obstacle, command=what_if, purpose="Simulate other settings:")
     advice = comparison.advice
     reason = f"As what-if says: {advice.text}."
     setup = advice.considered
@@ -242,8 +235,7 @@ def decision(run: Run, row: Sequence[float]) -> str:
         return "Uneven"
     if not run.record.info.slots:
         return "No slots"
-    costs = run.costs
-    if costs is not None and costs.routing_ms + costs.computing_ms >= lost:
+    if run.routing_ms + run.computing_ms >= lost:
         return "Not worth it"
     return "Copies would not pay"
 
@@ -255,8 +247,7 @@ def reasons(run: Run, decisions: Collection[str]) -> dict[str, str]:
         run: the recorded run.
         decisions: names of `decision`.
     """
-    costs = run.costs
-    price = ms_text(costs.routing_ms + costs.computing_ms) if costs is not None else "their time"
+    price = ms_text(run.routing_ms + run.computing_ms)
     texts = {
         "Replicas": "ranks held replicas, which took tokens off the fullest rank.",
         "Balanced": (

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from megatron_hecate.files import describe, read_file
-from megatron_hecate.plan import Link, Speeds
 from megatron_hecate.record.prices import PricedRecord
 from megatron_hecate.record.run_folder import RunInfo, RunRecord, read
 from megatron_hecate.tools.presets import Cluster, Model
@@ -249,11 +248,9 @@ class Run(PricedRecord):
     @cached_property
     def cluster(self) -> Cluster | None:
         """Speeds of the machine, as the run used them."""
-        values = self.info.speeds
-        if not values:
+        if not self.info.speeds:
             return None
-        links = {name: Link(**values[name]) for name in ("intra", "inter")}
-        speeds = Speeds(**{**values, **links})
+        speeds = self.world.speeds
         return Cluster(
             per_node=statistics.mode(map(self.info.node.count, self.info.node)),
             speeds=speeds,

@@ -43,13 +43,3 @@ def test_pieces_are_the_wanted_elements_each_from_a_rank_that_keeps_it(seed: int
     assert [a == wanted.rank for a in source_of] == own, "what it keeps itself does not travel"
     for element, source in zip(range(begin, end), source_of, strict=True):
         assert any(s.rank == source and s.begin <= element < s.end for s in kept)
-
-
-@pytest.mark.fast
-def test_an_element_that_nobody_keeps_is_named() -> None:
-    from megatron_hecate.homes.exchange import Shard, pieces
-
-    with pytest.raises(
-        ValueError, match=r"element 3 of Shard\(rank=0, begin=0, end=5\) is on none of"
-    ):
-        pieces([Shard(0, 0, 3), Shard(1, 4, 9)], Shard(0, 0, 5))

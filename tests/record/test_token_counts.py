@@ -13,9 +13,9 @@ pytestmark = pytest.mark.fast
 def test_layers_of_different_size_and_more_microbatches_than_are_distinguished() -> None:
     counts = TokenCounts([4, 8], 2, microbatches=None, device=torch.device("cpu"))
     for turn in range(MOST + 1):
-        counts.of_layer(0).add(torch.tensor([[0], [3], [3], [-1]]))
+        counts.add(0, torch.tensor([[0], [3], [3], [-1]]))
         # The hot rank alternates, so that only sums of microbatches are even.
-        counts.of_layer(1).add(torch.tensor([[7 * (turn % 2)]]))
+        counts.add(1, torch.tensor([[7 * (turn % 2)]]))
     load, peak = counts.split(counts.take().numpy())
     num = MOST + 1
     assert load.tolist() == [

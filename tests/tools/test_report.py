@@ -106,7 +106,7 @@ def test_hottest_experts(made: tuple) -> None:
         assert content["experts"]["replicas"][layer] == pytest.approx(count)
 
 
-def test_only_observed_and_without_sizes(tmp_path: Path, cli: Any) -> None:
+def test_only_observed(tmp_path: Path, cli: Any) -> None:
     held = recorded.arrays(SIZE, fssdp=False)
     folder = recorded.write(tmp_path / "observed", SIZE, held=held)
     status, said, _ = cli("report", folder)
@@ -116,10 +116,6 @@ def test_only_observed_and_without_sizes(tmp_path: Path, cli: Any) -> None:
     assert content["observed"] and content["lines"].keys() == {"imbalance", "lost", "step"}
     assert [len(content[name]["parts"]) for name in ("loads", "spread")] == [1, 1]
     assert {row[-1] for row in content["layers"]} <= {"Uneven", "Balanced"}
-    bare = recorded.write(tmp_path / "bare", SIZE, held=held, shape={}, speeds={})
-    content = _content(bare)
-    assert content["lines"].keys() == {"imbalance"}
-    assert "times are not known" in content["verdict"]["text"]
 
 
 @pytest.mark.parametrize("fssdp", [True, False])

@@ -324,7 +324,6 @@ def test_commands_name_folders_as_a_shell_reads_them(
     for name in ("my run ü", "it's $HOME"):
         folder = Path(name)
         assert f"{name}-fssdp" in shown(_observed(folder))
-        assert shown(_observed(folder, **UNKNOWN))[:3] == ["megatron-hecate", "what-if", name]
     with pytest.raises(ValueError, match="write one with --moe-fssdp-record 'no run'"):
         read("no run")
     words = shown(recorded.write(folder, SIZE, held=recorded.arrays(SIZE)))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from megatron_hecate.homes.exchange import Relocation
 from megatron_hecate.homes.planner import Choice, HomeAssignment, HomeSearch
 
 
@@ -14,10 +15,26 @@ def wanted_at(look: int, num_experts: int) -> np.ndarray:
     return np.random.default_rng(look).permutation(num_experts)
 
 
+received_bytes = 0  # by this process, in all moves
+
+
+def _count_received() -> None:
+    """Have `received_bytes` grow with each exchange."""
+    exchange = Relocation.exchange
+
+    def counted(relocation: Relocation) -> None:
+        global received_bytes
+        exchange(relocation)
+        received_bytes += relocation._received.nbytes
+
+    Relocation.exchange = counted
+
+
 def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
     """From here on each look of this process finds what ``orders`` gives, for 100 times the layer plus the look."""
     from megatron_hecate.homes import schedule
 
+    _count_received()
     looks = 0
 
     class Wanted(HomeSearch):
