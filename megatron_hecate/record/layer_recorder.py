@@ -68,12 +68,9 @@ class LayerRecorder(StepEvents):
         # Tokens per microbatch as routed. Only for a record they are counted, and the tokens that
         # ranks compute and send: on all ranks, since values are summed.
         self.counts: TokenCounts | None = None
-        microbatches = num_microbatches()
         if first.config.record is not None:
             with lasting_tensors():
-                self.counts = TokenCounts(
-                    experts, world.num_ranks, microbatches=microbatches, device=device_of_rank()
-                )
+                self.counts = TokenCounts(experts, world.num_ranks, device_of_rank())
         # Computed tokens by rank, microbatch and layer, [N, M, L]; 0 except for this rank.
         distinguished = 1 if self.counts is None else self.counts.distinguished
         self._computed = np.zeros((world.num_ranks, distinguished, len(states)), dtype=np.int64)
@@ -88,7 +85,7 @@ class LayerRecorder(StepEvents):
             layers=[state.name for state in states],
             experts=experts,
             world=world,
-            shape=first.shape(microbatches or 1),
+            shape=first.shape(num_microbatches() or 1),
             mode="fssdp",
             slots=first.config.slots,
             lifetime=first.config.lifetime,

@@ -31,11 +31,7 @@ from megatron_hecate.config import HecateConfig
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.events import listen_to_steps
 from megatron_hecate.megatron.training_globals import running_iteration
-from megatron_hecate.megatron.training_state import (
-    captures_graph,
-    name_of_layer,
-    num_microbatches,
-)
+from megatron_hecate.megatron.training_state import captures_graph, name_of_layer
 from megatron_hecate.plan import CPU, H100, Speeds, World
 from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.job_sizes import stage_info, stock_shape
@@ -150,10 +146,9 @@ class Observer:
         first = layers[0]
         self._group = first.token_dispatcher.tp_ep_group
         ranks = first.ep_group.size()
-        device = device_of_rank()
         self.clock = Clock([1] * len(layers), read_number=running_iteration)
         experts = [layer.config.num_moe_experts for layer in layers]
-        self.counts = TokenCounts(experts, ranks, microbatches=num_microbatches(), device=device)
+        self.counts = TokenCounts(experts, ranks, device_of_rank())
         hosts: list[str] = [""] * ranks
         dist.all_gather_object(hosts, socket.gethostname(), group=first.ep_group)
         info = stage_info(

@@ -92,7 +92,7 @@ class StageRecorder:
         """
         atexit.unregister(self._at_exit)
         if self._writer is not None:
-            self._writer.close()
+            self._writer.stop()
 
     def close(self) -> None:
         """Wait up to `PATIENCE` for the last iterations at the end of training, and write all."""
@@ -101,7 +101,7 @@ class StageRecorder:
             time.sleep(1e-3)
         self._metrics.put(math.inf, dict)
         if self._writer is not None:
-            self._writer.close()
+            self._writer.stop()
 
 
 def _close(recorder: weakref.ref[StageRecorder]) -> None:

@@ -23,7 +23,7 @@ PATIENCE: float = 10.0
 
 
 class RunWriter(BackgroundThread):
-    """Thread that appends iterations to the file of one stage.
+    """Thread that appends iterations to the file of one stage; `stop` writes all of them.
 
     An error, such as of a full disk, costs iterations of the record, never the training.
 
@@ -67,10 +67,6 @@ class RunWriter(BackgroundThread):
         """
         row = {"iteration": iteration, "time": time.time(), **arrays}
         self._rows.put({name: np.asarray(array) for name, array in row.items()})
-
-    def close(self) -> None:
-        """Write all added iterations, and end the thread."""
-        self.stop()
 
     def run(self) -> None:
         is_last = False

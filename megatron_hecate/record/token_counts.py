@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_hecate.megatron.training_state import num_microbatches
+
 # Microbatches that are distinguished, at least and at most. More microbatches share the counts of
 # earlier ones: the largest rank load of each is then underestimated.
 LEAST: int = 8
@@ -25,22 +27,14 @@ class TokenCounts:
     Args:
         experts: number of experts of each layer, [L].
         ranks: N, size of the expert-parallel group.
-        microbatches: microbatches per iteration; ``None`` if unknown.
         device: device of the buffers.
     """
 
-    def __init__(
-        self,
-        experts: Sequence[int],
-        ranks: int,
-        *,
-        microbatches: int | None,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, experts: Sequence[int], ranks: int, device: torch.device) -> None:
         num_layers = len(experts)
         num_experts = max(experts)
         # Twice the number, for layers that run twice per microbatch and for growing batches.
-        distinguished = min(MOST, max(LEAST, 2 * (microbatches or MOST)))
+        distinguished = min(MOST, max(LEAST, 2 * (num_microbatches() or MOST)))
         self._experts = experts
         self._counts = torch.zeros(
             (distinguished, num_layers, num_experts), dtype=torch.int64, device=device

@@ -36,7 +36,7 @@ def _write(folder: Path, iterations: range, *, job: int = 0, **columns: np.ndarr
     writer = RunWriter(folder, dataclasses.replace(INFO, started=started))
     for iteration in iterations:
         writer.append(iteration, load=_load(iteration + 1000 * job), **columns)
-    writer.close()
+    writer.stop()
     return folder
 
 
@@ -46,7 +46,7 @@ def test_what_was_written_is_read_and_readable_while_it_grows(tmp_path: Path) ->
         read(tmp_path / "new" / "run")
     for iteration in range(1, 601):
         writer.append(iteration, load=_load(iteration), time=iteration / 2)
-    writer.close()
+    writer.stop()
     record = read(tmp_path / "new" / "run")
     assert record.info == INFO and record.stages == (INFO,)
     assert record.iteration.tolist() == list(range(1, 601))
@@ -83,7 +83,7 @@ def test_all_arrays_of_a_run_with_replicas_of_two_stages(tmp_path: Path) -> None
                 window=np.full(size, np.nan if iteration == 20 else 1e-4, np.float32),
             )
             writer.append(iteration, time=iteration + stage, **rows[stage, iteration])
-        writer.close()
+        writer.stop()
     record = read(tmp_path)
     assert record.info.layers == ("layer 2", "layer 3", "layer 10", "layer 11", "mtp layer 1")
     assert [stage.layers for stage in record.stages] == [layers for layers, _, _ in stages.values()]
@@ -126,7 +126,7 @@ def test_jobs_in_one_folder_hide_nothing(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path, dataclasses.replace(other, started="2026-11-28T11:51+00:00"))
     assert read(tmp_path).iteration.tolist() == [1, 2, 3]
     writer.append(2, load=_load(5, layers=1))
-    writer.close()
+    writer.stop()
     assert read(tmp_path).load.tolist() == [_load(5, layers=1).tolist()]
     first, second, third = sorted(path for path in tmp_path.iterdir())
     assert first.name == "2026-11-28T115000.123+0000"
@@ -198,7 +198,7 @@ def test_a_reader_never_sees_half_an_iteration(tmp_path: Path) -> None:
     reader.start()
     for iteration in range(1200):
         writer.append(iteration, load=_load(iteration))
-    writer.close()
+    writer.stop()
     done.set()
     reader.join()
     assert not failures, failures

@@ -5,22 +5,23 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_hecate.record.token_counts import MOST, TokenCounts
+from megatron_hecate.record.token_counts import TokenCounts
 
 pytestmark = pytest.mark.fast
 
 
 def test_layers_of_different_size_and_more_microbatches_than_are_distinguished() -> None:
-    counts = TokenCounts([4, 8], 2, microbatches=None, device=torch.device("cpu"))
-    for turn in range(MOST + 1):
+    counts = TokenCounts([4, 8], 2, torch.device("cpu"))
+    most = counts.distinguished
+    for turn in range(most + 1):
         counts.add(0, torch.tensor([[0], [3], [3], [-1]]))
         # The hot rank alternates, so that only sums of microbatches are even.
         counts.add(1, torch.tensor([[7 * (turn % 2)]]))
     load, peak = counts.split(counts.take().numpy())
-    num = MOST + 1
+    num = most + 1
     assert load.tolist() == [
         [num, 0, 0, 2 * num, 0, 0, 0, 0],
-        [MOST // 2 + 1, 0, 0, 0, 0, 0, 0, MOST // 2],
+        [most // 2 + 1, 0, 0, 0, 0, 0, 0, most // 2],
     ]
     assert peak.tolist() == [2 * num, num]
     assert not counts.take().any()

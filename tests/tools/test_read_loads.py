@@ -28,7 +28,7 @@ def test_kinds_of_traces(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run", info)
     for iteration, loads in enumerate(load):
         writer.append(iteration, load=loads)
-    writer.close()
+    writer.stop()
     assert (Run.read(tmp_path / "run").record.load == load).all()
     counts = np.stack([load, 2 * load], axis=2)
     np.savez(tmp_path / "sources.npz", counts=counts)

@@ -18,23 +18,17 @@ def wanted_at(look: int, num_experts: int) -> np.ndarray:
 received_bytes = 0  # by this process, in all moves
 
 
-def _count_received() -> None:
-    """Have `received_bytes` grow with each exchange."""
-    exchange = Relocation.exchange
-
-    def counted(relocation: Relocation) -> None:
+class _Counted(Relocation):
+    def exchange(self) -> None:
         global received_bytes
-        exchange(relocation)
-        received_bytes += relocation._received.nbytes
-
-    Relocation.exchange = counted
+        super().exchange()
+        received_bytes += self._received.nbytes
 
 
 def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
     """From here on each look of this process finds what ``orders`` gives, for 100 times the layer plus the look."""
-    from megatron_hecate.homes import schedule
+    from megatron_hecate.homes import mover, schedule
 
-    _count_received()
     looks = 0
 
     class Wanted(HomeSearch):
@@ -55,6 +49,7 @@ def find(orders: Callable[[int, int], np.ndarray] = wanted_at) -> None:
             )
 
     schedule.HomeSearch = Wanted
+    mover.Relocation = _Counted
 
 
 def are_moved(chunks: list) -> bool:

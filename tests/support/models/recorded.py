@@ -107,5 +107,5 @@ def write(
     rows = {name: array for name, array in held.items() if name != "iteration"}
     for index, iteration in enumerate(held["iteration"].tolist()):
         writer.append(iteration, **{name: array[index] for name, array in rows.items()})
-    writer.close()
+    writer.stop()
     return folder
