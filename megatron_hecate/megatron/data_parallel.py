@@ -24,14 +24,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
-from torch.nn import Module
-from torch.nn.modules.module import register_module_module_registration_hook
-
 from megatron_hecate.megatron.events import GradientEvents, StepEvents
 from megatron_hecate.megatron.gradient_buckets import order_buckets
 
@@ -147,56 +144,34 @@ class _ObservedDDP:
 
 
 class DataParallel(StepEvents):
-    """DDP around each model chunk, detected when DDP wraps the chunk at any depth.
+    """DDP around each chunk of a model.
+
+    A converted chunk refers to it as ``fssdp_data_parallel``, with the chunk's index. Where a
+    data-parallel class is constructed, `switch_on.entry` looks for such chunks at any depth.
 
     Args:
-        chunks: model chunks, not wrapped yet.
+        num_chunks: number of model chunks, not wrapped yet.
         events: receiver of their gradient events.
-        undo: stack that gets the callbacks which undo the conversion.
         orders: whether replicas may make buckets of experts ready in another order than on other
             ranks.
     """
 
-    def __init__(
-        self,
-        chunks: Sequence[Module],
-        events: GradientEvents,
-        undo: contextlib.ExitStack,
-        *,
-        orders: bool,
-    ) -> None:
-        self._chunks = [weakref.ref(chunk) for chunk in chunks]
-        self._ddps: list[weakref.ref[DistributedDataParallel] | None] = [None] * len(chunks)
+    def __init__(self, num_chunks: int, events: GradientEvents, *, orders: bool) -> None:
+        self._ddps: list[weakref.ref[DistributedDataParallel] | None] = [None] * num_chunks
         self._events = events
         self._orders = orders
         _count_schedule_calls()
-        # weak, because the hook outlives a model that never trains
-        reference = weakref.ref(self)
 
-        def note_part(module: Module, _: str, part: Module | None) -> None:
-            listener = reference()
-            if listener is not None and part is not None:
-                listener.part_added(module, part)
-
-        self._watch = register_module_module_registration_hook(note_part)
-        undo.callback(self._watch.remove)
-
-    def part_added(self, module: Module, part: Module) -> None:
-        """Convert ``module`` if it is a DDP and ``part``, which it wraps, holds a chunk."""
-        if not isinstance(module, DistributedDataParallel) or isinstance(module, _ObservedDDP):
-            return
-        parts = set(part.modules())
-        for index, chunk in enumerate(self._chunks):
-            if chunk() in parts:
-                module.__class__ = _observed(type(module))
-                module.fssdp_events = self._events
-                module.fssdp_chunk = index
-                self._ddps[index] = weakref.ref(module)
-                _CALLS.ddps.add(module)
+    def construct(self, kind: type[DistributedDataParallel], chunk: int) -> DistributedDataParallel:
+        """Return a new DDP around ``chunk`` that reports events; its ``__init__`` has not run."""
+        ddp = object.__new__(_observed(kind))
+        vars(ddp).update(fssdp_events=self._events, fssdp_chunk=chunk)
+        self._ddps[chunk] = weakref.ref(ddp)
+        _CALLS.ddps.add(ddp)
+        return ddp
 
     def iteration_begins(self, iteration: int) -> None:
         """Order buckets of experts before the first backward."""
-        self._watch.remove()
         if self._orders:
             for reference in self._ddps:
                 if reference is not None and (ddp := reference()) is not None:

@@ -90,10 +90,11 @@ def attach(
     prefetcher.monitor.recorder = recorder
     blocks = _blocks_by_layer(model.chunks)
     with contextlib.ExitStack() as undo:
-        prefetcher.returns.data_parallel = DataParallel(
-            model.chunks, prefetcher.detector, undo, orders=states[0].config.slots > 0
+        data_parallel = DataParallel(
+            len(model.chunks), prefetcher.detector, orders=states[0].config.slots > 0
         )
-        clock.listeners = [prefetcher.returns.data_parallel, prefetcher, recorder]
+        prefetcher.returns.data_parallel = data_parallel
+        clock.listeners = [data_parallel, prefetcher, recorder]
         for layer, state in zip(model.layers, states, strict=True):
             _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
             if (block := blocks.get(id(layer))) is not None:
@@ -107,6 +108,7 @@ def attach(
             restore_homes_before_conversions(prefetcher.rehoming, converters)
         prefetcher.find_conflicts = model.find_conflicts
         for index, chunk in enumerate(model.chunks):
+            _assign(undo, chunk, fssdp_data_parallel=(data_parallel, index))
             begin = functools.partial(prefetcher.begin_chunk, index)
             undo.callback(chunk.register_forward_pre_hook(begin).remove)
             # also called after an exception in the forward

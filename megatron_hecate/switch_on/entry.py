@@ -40,6 +40,10 @@ def install() -> None:
             # a copy is made without arguments
             if isinstance(argument, Module):
                 switch_on(kind, argument)
+                for part in argument.modules():
+                    if hasattr(part, "fssdp_data_parallel"):
+                        data_parallel, chunk = part.fssdp_data_parallel
+                        return data_parallel.construct(kind, chunk)
         return super(_BaseDataParallel, kind).__new__(kind)
 
     _BaseDataParallel.__new__ = staticmethod(construct)  # type: ignore[method-assign,assignment]
