@@ -36,7 +36,7 @@ from megatron_hecate.record.layer_recorder import LayerRecorder
 from megatron_hecate.record.metrics import summarize
 from megatron_hecate.record.observe import Observer
 from megatron_hecate.switch_on import unsupported
-from megatron_hecate.switch_on.request import REQUEST, settings_of
+from megatron_hecate.switch_on.request import REQUEST
 
 VERSION = f"Megatron-Bridge {package_info.__version__}"
 # of Bridge itself in 0.4; later Megatron's, from which Bridge's is derived
@@ -176,12 +176,12 @@ def _check(config: Any, settings: HecateConfig) -> None:
 def _with_fssdp(runtime_config_update: Callable) -> Callable:
     def update(cfg: Any) -> None:
         runtime_config_update(cfg)
-        _ask(cfg, REQUEST.launched)
+        _ask(cfg, REQUEST.flags)
         _find_lost_overrides(cfg.model)
         values = {**vars(cfg)["_moe_fssdp"], **fssdp_arguments(cfg.model)}
         for model in _models(cfg):
             REQUEST.add(model, values)
-        if (settings := settings_of(values)) is not None:
+        if (settings := REQUEST.settings(cfg.model)) is not None:
             _check(cfg, settings)
 
     return update

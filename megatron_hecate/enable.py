@@ -7,7 +7,9 @@ Megatron wraps it. Without ``--moe-fssdp`` both behave as before.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +18,8 @@ from megatron.training import arguments
 
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.megatron import assumptions
-from megatron_hecate.switch_on import entry
+from megatron_hecate.switch_on import entry  # noqa: F401  (watches what wraps models)
+from megatron_hecate.switch_on.launcher import flags_among
 from megatron_hecate.switch_on.request import REQUEST
 
 
@@ -28,20 +31,14 @@ def wrap(module: Any, name: str, wrapper: Callable[[Callable], Callable]) -> Non
 
 def _with_flags(add_megatron_arguments: Callable) -> Callable:
     def add(parser: ArgumentParser) -> ArgumentParser:
-        HecateConfig.add_arguments(add_megatron_arguments(parser)).set_defaults(**REQUEST.launched)
-        # `parse_args` calls it, too
-        parse = parser.parse_known_args
-
-        def parse_and_note(*args: Any, **kwargs: Any) -> Any:
-            REQUEST.parsed, rest = parse(*args, **kwargs)
-            return REQUEST.parsed, rest
-
-        parser.parse_known_args = parse_and_note  # type: ignore[method-assign]
+        HecateConfig.add_arguments(add_megatron_arguments(parser)).set_defaults(**REQUEST.flags)
         return parser
 
     return add
 
 
 assumptions.require(assumptions.TRAINING_ASSUMPTIONS, module=__name__, by="Megatron")
-entry.install()
+# Read here, because a script may not store what it has parsed. The parser explains a wrong value.
+with contextlib.suppress(ValueError):
+    REQUEST.flags = {**flags_among(sys.argv[1:]), **REQUEST.flags}
 wrap(arguments, "add_megatron_arguments", _with_flags)

@@ -31,11 +31,10 @@ OFF = r"it was asked for, and SGD is about to step while no model .*; call megat
 
 def _install(**flags: bool) -> Any:
     """Watch what wraps models, with flags of our launcher; returns the request, which holds them."""
-    from megatron_hecate.switch_on import entry
+    from megatron_hecate.switch_on import entry  # noqa: F401
     from megatron_hecate.switch_on.request import REQUEST
 
-    entry.install()
-    REQUEST.launched.update(flags)
+    REQUEST.flags.update(flags)
     return REQUEST
 
 
@@ -54,7 +53,7 @@ def test_a_model_is_converted_where_it_is_wrapped(kind: str) -> None:
     untouched = tiny_gpt.train(case, steps=1)
     layers = tiny_gpt.moe_layers(untouched.chunks)
     assert not any(hasattr(layer, "fssdp") for layer in layers), "nobody asked for it"
-    request.launched.update(moe_fssdp=True, moe_fssdp_speeds=tiny_gpt.FREE, moe_fssdp_slots=3)
+    request.flags.update(moe_fssdp=True, moe_fssdp_speeds=tiny_gpt.FREE, moe_fssdp_slots=3)
     ours = tiny_gpt.train(case)
     assert {layer.fssdp.config.slots for layer in tiny_gpt.moe_layers(ours.chunks)} == {3}
     tolerance = tiny_gpt.BF16_TOLERANCE if case.bf16 else 1e-5
@@ -107,12 +106,12 @@ def test_a_step_without_fssdp_is_an_error() -> None:
     optimizer = torch.optim.SGD(chunks[0].parameters(), lr=0.1)
     optimizer.step()  # nobody asked for it
     for flag in ("moe_fssdp", "moe_fssdp_observe"):
-        request.launched.clear()
-        request.launched[flag] = True
+        request.flags.clear()
+        request.flags[flag] = True
         with pytest.raises(ValueError, match=OFF):
             optimizer.step()
-    request.launched.clear()
-    request.launched["moe_fssdp"] = True
+    request.flags.clear()
+    request.flags["moe_fssdp"] = True
     dense = dataclasses.replace(case, settings=tuple(DENSE.items()))
     with pytest.raises(ValueError, match=OFF.replace("SGD", "FusedAdam")):
         tiny_gpt.train(dense, steps=1)
@@ -142,14 +141,14 @@ def test_a_subclass_of_ddp_that_passes_on_its_arguments() -> None:
         assert type(copy.copy(stock)) is DistributedDataParallel
         assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
         (chunk,), config = tiny_gpt.build(case)
-        request.launched = {"moe_fssdp": True, "moe_fssdp_slots": 1}
+        request.flags = {"moe_fssdp": True, "moe_fssdp_slots": 1}
         values = (config, DistributedDataParallelConfig(), chunk)
         if named:
             Wrapper(label="", **dict(zip(("config", "ddp_config", "module"), values, strict=True)))
         else:
             Wrapper(*values, label="")
         assert all(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers([chunk]))
-        request.launched = {}
+        request.flags = {}
 
 
 @ranks(2)
@@ -179,7 +178,7 @@ def test_modules_and_console_commands() -> None:
     megatron_on_cpu.for_training()
     folder = Path(os.environ["TEST_FOLDER"])
     report = "import sys\ndef main():\n print(__name__, sys.argv, sys.path[0], 'moe_fssdp' in _flags())\n return {}\n"
-    report += "def _flags():\n from megatron_hecate.switch_on.request import REQUEST\n return REQUEST.launched\n"
+    report += "def _flags():\n from megatron_hecate.switch_on.request import REQUEST\n return REQUEST.flags\n"
     (folder / "pack").mkdir()
     (folder / "pack" / "__init__.py").touch()
     (folder / "pack" / "inner.py").write_text(

@@ -35,7 +35,7 @@ def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -
         "if 'AGAIN' not in os.environ:\n"
         "    os.execvpe(sys.executable, again, {**os.environ, 'AGAIN': '1'})\n"
         "from megatron_hecate.switch_on.request import REQUEST\n"
-        "print(REQUEST.launched, sys.argv[1:])\n"
+        "print(REQUEST.flags, sys.argv[1:])\n"
     )
     flags = ["--moe-fssdp", "--moe-fssdp-slots", "3", "--moe-fssdp-speeds", str(speeds)]
     done = python("-m", "megatron_hecate", *flags, str(script), "--flag", "model.x=1", timeout=120)

@@ -150,7 +150,6 @@ OF_OTHERS = {
     "OverlapMeter._end",
     "Stopwatch._end",
     "JobMetrics._store",
-    "Request.parsed",
     "Rule.instead",
 }
 

@@ -23,7 +23,6 @@ from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.observe import observe
 from megatron_hecate.step.layer import FSSDPLayer
 from megatron_hecate.step.layer_state import LayerState
-from megatron_hecate.switch_on import entry
 from megatron_hecate.switch_on.attach import Chunks, Model, attach
 from megatron_hecate.switch_on.entry import marks, num_chunks
 from megatron_hecate.switch_on.proposal import Proposal
@@ -39,8 +38,6 @@ class Hook:
 
     def __call__(self, model: Any, **_: Any) -> Any:
         """Convert ``model``; keyword arguments are those of mbridge's callbacks."""
-        # refuses a wrapper that would take the experts' weights after the hook
-        entry.install()
         chunks = _chunks_of(model)
         marked = marks(chunks)
         config = getattr(chunks[0], "config", None) if len(chunks) == 1 else None

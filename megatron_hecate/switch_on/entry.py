@@ -2,8 +2,8 @@
 
 Scripts and frameworks import Megatron's functions by name, so no wrapper of a function reaches
 their calls. But each model that trains is wrapped in one of Megatron's data-parallel classes:
-`install` watches their construction. For models that are wrapped in another way it watches the
-steps of torch's optimizers.
+importing this module watches their construction. For models that are wrapped in another way it
+watches the steps of torch's optimizers.
 """
 
 from __future__ import annotations
@@ -29,25 +29,20 @@ WAY_OUT = (
 )
 
 
-def install() -> None:
-    """Watch Megatron's data-parallel classes and torch's optimizers, once per process."""
-    if "__new__" in vars(_BaseDataParallel):
-        return
+def _construct(kind: type, *args: Any, **kwargs: Any) -> Any:
+    """Create an object of a data-parallel class, and switch FSSDP on for the model in it.
 
-    def construct(kind: type, *args: Any, **kwargs: Any) -> Any:
-        # before any ``__init__``, because Megatron-FSDP takes the parameters in its own
-        for argument in (*args, *kwargs.values()):
-            # a copy is made without arguments
-            if isinstance(argument, Module):
-                switch_on(kind, argument)
-                for part in argument.modules():
-                    if hasattr(part, "fssdp_data_parallel"):
-                        data_parallel, chunk = part.fssdp_data_parallel
-                        return data_parallel.construct(kind, chunk)
-        return super(_BaseDataParallel, kind).__new__(kind)
-
-    _BaseDataParallel.__new__ = staticmethod(construct)  # type: ignore[method-assign,assignment]
-    register_optimizer_step_pre_hook(_refuse_step_while_off)
+    This precedes ``__init__``, in which Megatron-FSDP takes the parameters.
+    """
+    for argument in (*args, *kwargs.values()):
+        # a copy is made without arguments
+        if isinstance(argument, Module):
+            switch_on(kind, argument)
+            for part in argument.modules():
+                if hasattr(part, "fssdp_data_parallel"):
+                    data_parallel, chunk = part.fssdp_data_parallel
+                    return data_parallel.construct(kind, chunk)
+    return super(_BaseDataParallel, kind).__new__(kind)
 
 
 def switch_on(wrapper: type, module: Module) -> None:
@@ -139,3 +134,7 @@ def marks(chunks: list[Module]) -> set[bool]:
     """Return the values of ``observe`` with which the hook has run on the model chunks."""
     modules = chain.from_iterable(chunk.modules() for chunk in chunks)
     return {module._fssdp_hook for module in modules if hasattr(module, "_fssdp_hook")}
+
+
+_BaseDataParallel.__new__ = staticmethod(_construct)  # type: ignore[method-assign,assignment]
+register_optimizer_step_pre_hook(_refuse_step_while_off)

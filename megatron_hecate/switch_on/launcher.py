@@ -162,11 +162,11 @@ def _run(target: str, flags: dict[str, Any], arguments: list[str], *, is_module:
         arguments: arguments of the target.
         is_module: whether ``target`` is a module.
     """
-    REQUEST.launched = flags
+    REQUEST.flags = flags
     if FINDER not in sys.meta_path:
         sys.meta_path.insert(0, FINDER)
     for package in WRAPPERS.keys() & sys.modules.keys():
-        _import_wrapper(package)
+        importlib.import_module(WRAPPERS[package])
     sys.argv = [target, *arguments]
     try:
         if is_module:
@@ -206,20 +206,13 @@ class _WrapMegatron(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                _import_wrapper(name)
+                importlib.import_module(WRAPPERS[name])
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 FINDER = _WrapMegatron()
-
-
-def _import_wrapper(package: str) -> None:
-    """Import our module that wraps ``package``, or has a function that does."""
-    module = importlib.import_module(WRAPPERS[package])
-    if hasattr(module, "install"):
-        module.install()
 
 
 def _stay_in_front(words: list[str]) -> None:

@@ -20,14 +20,12 @@ class Request:
     """Request of a process for FSSDP.
 
     Args:
-        launched: flags given to our launcher, by argparse's names.
-        parsed: newest namespace of Megatron's parser, which a script may not pass on to Megatron.
+        flags: our flags on the command line, by argparse's names.
         models: model configurations with our flags as attributes (`add`).
         is_answered: whether a model has been converted, or has declined by its own settings.
     """
 
-    launched: dict[str, Any] = dataclasses.field(default_factory=dict)
-    parsed: Any = None
+    flags: dict[str, Any] = dataclasses.field(default_factory=dict)
     models: list[weakref.ref] = dataclasses.field(default_factory=list)
     is_answered: bool = False
 
@@ -39,8 +37,7 @@ class Request:
     def settings(self, config: Any = None) -> HecateConfig | None:
         """Return the settings asked for, or ``None`` if FSSDP was not asked for.
 
-        In order of precedence: the model's ``config``, Megatron's arguments, or else arguments that
-        were parsed and not stored, the launcher's flags.
+        In order of precedence: the model's ``config``, Megatron's arguments, the command line.
 
         Args:
             config: configuration of a model; overrides of Bridge are its attributes.
@@ -48,7 +45,13 @@ class Request:
         Raises:
             SwitchOnError: for settings out of range.
         """
-        return settings_of(self._values(config))
+        try:
+            return HecateConfig.from_arguments(argparse.Namespace(**self._values(config)))
+        except ValueError as error:
+            # the import loads torch
+            from megatron_hecate.comm.agreement import SwitchOnError
+
+            raise SwitchOnError([str(error)]) from None
 
     @property
     def is_made(self) -> bool:
@@ -66,23 +69,8 @@ class Request:
 
     def _values(self, config: Any = None) -> dict[str, Any]:
         """Return the values of our flags by name, merged from all sources."""
-        arguments = fssdp_arguments(training_arguments()) or fssdp_arguments(self.parsed)
-        return {**self.launched, **arguments, **fssdp_arguments(config)}
-
-
-def settings_of(values: dict[str, Any]) -> HecateConfig | None:
-    """Return the settings that values of our flags ask for, or ``None`` without FSSDP.
-
-    Raises:
-        SwitchOnError: for settings out of range.
-    """
-    try:
-        return HecateConfig.from_arguments(argparse.Namespace(**values))
-    except ValueError as error:
-        # the import loads torch
-        from megatron_hecate.comm.agreement import SwitchOnError
-
-        raise SwitchOnError([str(error)]) from None
+        arguments = fssdp_arguments(training_arguments())
+        return {**self.flags, **arguments, **fssdp_arguments(config)}
 
 
 REQUEST = Request()

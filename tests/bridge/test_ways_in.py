@@ -234,7 +234,7 @@ def test_a_provider_that_builds_without_pretrain(way: str) -> None:
 
     config = recipe()
     if way == "flags":
-        REQUEST.launched.update(moe_fssdp=True, moe_fssdp_slots=1)
+        REQUEST.flags.update(moe_fssdp=True, moe_fssdp_slots=1)
     else:
         bridge.enable(config, slots=1)
     config.model.finalize()
