@@ -173,7 +173,6 @@ class Watchdog(BackgroundThread):
         ranks: ranks that pass the same places as this rank, which is one of them.
         interval: seconds between two heartbeats.
         timeout: returns the seconds without progress after which a line is printed.
-        is_over: returns True once the job's process group has been destroyed.
     """
 
     def __init__(
@@ -184,7 +183,6 @@ class Watchdog(BackgroundThread):
         *,
         interval: float,
         timeout: Callable[[], float],
-        is_over: Callable[[], bool],
     ) -> None:
         super().__init__("progress")
         self._store = store
@@ -192,7 +190,6 @@ class Watchdog(BackgroundThread):
         self._ranks = ranks
         self._interval = interval
         self._timeout = timeout
-        self.is_over = is_over
         self._host = socket.gethostname()
         # Steps and start of the present stall, and whether its line is printed.
         self._steps = here.steps
@@ -202,12 +199,11 @@ class Watchdog(BackgroundThread):
     def run(self) -> None:
         # The store and the job end together.
         with contextlib.suppress(RuntimeError, OSError):
-            while not self.is_over():
+            self._post()
+            while not self.stopping.wait(self._interval):
                 self._post()
                 if self._is_long_stall() and self._is_reporter():
                     self._report()
-                if self.stopping.wait(self._interval):
-                    return
 
     def _post(self) -> None:
         """Post a heartbeat."""
@@ -268,41 +264,32 @@ def heartbeat_key(rank: int) -> str:
     return f"megatron_hecate/progress/{rank}"
 
 
-_running: Watchdog | None = None
-
-
 def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
-    """Start this process's watchdog thread, if it does not run. All ranks call it, once per model.
+    """Start the watchdog thread of this attempt, if it has none. All ranks call it, once per model.
 
-    The thread runs until the process exits or the job's process group is destroyed. A stall is
-    reported after ``timeout`` seconds, or after half of the job's timeout if that is earlier: after
-    the whole of it torch's watchdog terminates the process.
+    The thread ends with the attempt. A stall is reported after ``timeout`` seconds, or after half
+    of the job's timeout if that is earlier: after the whole of it torch's watchdog terminates the
+    process.
 
     Args:
         groups: groups of ranks that compute this rank's layers together; without any, nothing
             starts.
         timeout: seconds.
     """
-    global _running
     attempt = Attempt.current()
-    if _running is not None:
-        if _running.is_alive() and not _running.is_over():
-            return
-        _running.stop()
+    if not groups or attempt.count("watchdog") > 1:
+        return
     vars(here).update(vars(Position()))
     under_way.forget()
-    if not groups:
-        return
     bound = min(timeout, job_timeout() / 2)
     store: Any = _get_default_store()
-    _running = Watchdog(
+    watchdog = Watchdog(
         store.clone(),
         dist.get_rank(),
         groups[0],
         interval=max(dist.get_world_size() / HEARTBEATS_PER_SECOND, min(SHORTEST_PAUSE, bound / 4)),
         # The job may change its timeout after its first iteration.
         timeout=lambda: min(timeout, job_timeout() / 2),
-        is_over=lambda: attempt.is_over,
     )
-    _running.start()
-    attempt.at_end(_running.stop)
+    watchdog.start()
+    attempt.at_end(watchdog.stop)

@@ -80,8 +80,7 @@ def waiting() -> Iterator[Callable[..., Watchdog]]:
     started: list[Watchdog] = []
 
     def start(store: dist.Store, rank: int, ranks: range) -> Watchdog:
-        settings = dict(interval=0.25, timeout=lambda: 1.0, is_over=lambda: False)
-        started.append(Watchdog(store, rank, ranks, **settings))
+        started.append(Watchdog(store, rank, ranks, interval=0.25, timeout=lambda: 1.0))
         started[-1].start()
         return started[-1]
 
