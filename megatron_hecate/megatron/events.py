@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from typing import Any, Protocol
 
@@ -58,15 +57,13 @@ def listen_to_steps(listener: OptimizerEvents) -> None:
     hook per model would have to be removed with the model, and the garbage collector may do so
     while torch iterates over its hooks.
     """
-    _hook_into_optimizers()
     _listeners[listener] = Attempt.current()
 
 
-@functools.cache
-def _hook_into_optimizers() -> None:
-    def hook(optimizer: Optimizer, *_: Any) -> None:
-        for listener, attempt in list(_listeners.items()):
-            if not attempt.is_over:
-                listener.before_step(optimizer)
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    for listener, attempt in list(_listeners.items()):
+        if not attempt.is_over:
+            listener.before_step(optimizer)
 
-    register_optimizer_step_pre_hook(hook)
+
+register_optimizer_step_pre_hook(_before_step)
