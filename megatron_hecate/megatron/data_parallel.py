@@ -29,6 +29,7 @@ from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import schedules
+
 from megatron_hecate.megatron.events import GradientEvents, StepEvents
 from megatron_hecate.megatron.gradient_buckets import order_buckets
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.utils.checkpoint
@@ -76,7 +76,7 @@ def _is_checkpointed() -> bool:
     return frame is not None
 
 
-def passes_per_microbatch(layers: Sequence[Module], chunks: Sequence[Module]) -> list[int]:
+def passes_per_microbatch(layers: Iterable[Module], chunks: Sequence[Module]) -> dict[Module, int]:
     """Count the passes of each layer in one training forward.
 
     With ``mtp_use_repeated_layer`` a layer of multi-token prediction runs once per predicted token.
@@ -98,4 +98,4 @@ def passes_per_microbatch(layers: Sequence[Module], chunks: Sequence[Module]) ->
         for module in block.modules():
             if module in passes:
                 passes[module] = block.config.mtp_num_layers
-    return list(passes.values())
+    return passes

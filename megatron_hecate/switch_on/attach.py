@@ -32,20 +32,17 @@ class Model:
 
     Args:
         chunks: model chunks of this rank.
-        layers: all MoE layers of the chunks, in the order of the forward.
-        chunk_by_layer: index of each layer's chunk.
+        layers: index of the chunk of each MoE layer, in the order of the forward.
     """
 
     chunks: Chunks
-    layers: list[MoELayer]
-    chunk_by_layer: list[int]
+    layers: dict[MoELayer, int]
 
     @classmethod
     def find(cls, chunks: Chunks) -> Model:
         """Find all MoE layers of ``chunks``."""
-        modules = [(index, m) for index, chunk in enumerate(chunks) for m in chunk.modules()]
-        layers = [(index, module) for index, module in modules if isinstance(module, MoELayer)]
-        return cls(chunks, [layer for _, layer in layers], [index for index, _ in layers])
+        modules = [(module, i) for i, chunk in enumerate(chunks) for module in chunk.modules()]
+        return cls(chunks, {part: i for part, i in modules if isinstance(part, MoELayer)})
 
     def find_conflicts(self) -> list[str]:
         """List conflicts of the model, as it is now, with replicas.
@@ -88,13 +85,12 @@ def attach(
         collect=prefetcher.monitor.collect_ready,
     )
     prefetcher.monitor.recorder = recorder
+    orders = states[0].config.slots > 0
+    data_parallel = DataParallel(len(model.chunks), prefetcher.detector, orders=orders)
+    prefetcher.returns.data_parallel = data_parallel
+    clock.listeners = [data_parallel, prefetcher, recorder]
     blocks = _blocks_by_layer(model.chunks)
     with contextlib.ExitStack() as undo:
-        data_parallel = DataParallel(
-            len(model.chunks), prefetcher.detector, orders=states[0].config.slots > 0
-        )
-        prefetcher.returns.data_parallel = data_parallel
-        clock.listeners = [data_parallel, prefetcher, recorder]
         for layer, state in zip(model.layers, states, strict=True):
             _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
             if (block := blocks.get(id(layer))) is not None:

@@ -15,16 +15,15 @@ from megatron_hecate.comm.agreement import refuse
 from megatron_hecate.comm.collectives import gather_objects
 from megatron_hecate.comm.device import on_gpus
 from megatron_hecate.comm.groups import NcclSettings, new_group
-from megatron_hecate.config import AUTO, HecateConfig
+from megatron_hecate.config import HecateConfig
 from megatron_hecate.faults import watchdog
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.plan import World
 from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.observe import observe
-from megatron_hecate.step.layer import FSSDPLayer
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.switch_on.attach import Chunks, Model, attach
-from megatron_hecate.switch_on.entry import marks, num_chunks
+from megatron_hecate.switch_on.entry import earlier_settings, num_chunks
 from megatron_hecate.switch_on.proposal import Proposal
 from megatron_hecate.switch_on.request import REQUEST
 
@@ -39,37 +38,47 @@ class Hook:
     def __call__(self, model: Any, **_: Any) -> Any:
         """Convert ``model``; keyword arguments are those of mbridge's callbacks."""
         chunks = _chunks_of(model)
-        marked = marks(chunks)
+        earlier = earlier_settings(chunks)
+        refuse(
+            f"this model runs FSSDP already, with {settings}; asked for {self.config}"
+            for settings in earlier
+            if settings != self.config
+        )
+        if earlier and all(earlier_settings([chunk]) for chunk in chunks):
+            return model
         config = getattr(chunks[0], "config", None) if len(chunks) == 1 else None
-        if config is not None and not marked and num_chunks(config) > 1:
+        if config is not None and num_chunks(config) > 1:
             # One of several chunks, as from mbridge. They share buffers and iterations, so that
             # `entry` converts all chunks together, where DDP wraps the first.
             REQUEST.add(config, self.config.as_arguments())
             return model
-        if not self.config.observe:
-            _convert(Model.find(chunks), self.config)
-        elif True not in marked:
+        if self.config.observe:
             observe(chunks, self.config)
-        # a mark, because a pipeline stage may have no MoE layers to show that the hook has run
+        else:
+            _convert(Model.find(chunks), self.config)
+        # kept with the chunks, because a pipeline stage may have no MoE layers
         for chunk in chunks:
-            chunk._fssdp_hook = self.config.observe
+            chunk._fssdp_settings = self.config
         REQUEST.is_answered = True
         return model
 
 
 def _convert(model: Model, config: HecateConfig) -> None:
     """Convert ``model`` and print a summary on rank 0. Collective."""
-    if _runs_already(model, config):
-        return
     proposal = Proposal.make(model, config)
     # the model is unchanged until here
     resolved, notes = proposal.agree()
-    groups = list(proposal.connection.transports)
-    watchdog.watch(groups, timeout=config.timeout)
+    transports = proposal.connection.transports
+    watchdog.watch(list(transports), timeout=config.timeout)
     folder = config.folder and Attempt.current().folder_of_model(config.folder)
-    homes_group = _homes_group(groups, config) if config.rehome else None
-    if proposal.parts:
-        attach(model, _build_states(proposal, resolved), homes_group, folder)
+    homes_group = _homes_group(list(transports), config) if config.rehome else None
+    states: list[LayerState] = []
+    for index, part in enumerate(proposal.parts):
+        world = World(proposal.connection.nodes[part.ranks], proposal.speeds)
+        transport = transports[part.ranks]
+        states.append(LayerState(part, index, resolved, world=world, transport=transport))
+    if states:
+        attach(model, states, homes_group, folder)
     else:
         JobMetrics(())
     if dist.get_rank() == 0:
@@ -77,32 +86,6 @@ def _convert(model: Model, config: HecateConfig) -> None:
         if folder != config.folder:
             text = f"another model has {config.folder}; the folder of this one is {folder}"
             print(f"FSSDP: {text}", flush=True)
-
-
-def _runs_already(model: Model, config: HecateConfig) -> bool:
-    """Return whether an earlier run of the hook has converted ``model``; refuse other settings."""
-    converted = [layer for layer in model.layers if isinstance(layer, FSSDPLayer)]
-    if converted and len(converted) == len(model.layers):
-        running = converted[0].fssdp.config
-        requested = config
-        for name in ("lifetime", "transport"):
-            if getattr(config, name) == AUTO:
-                requested = dataclasses.replace(requested, **{name: getattr(running, name)})
-        if running != requested:
-            refuse([f"this model runs FSSDP already, with {running}; asked for {config}"])
-        return True
-    # a pipeline stage may have no MoE layers to show an earlier run of the hook
-    return not model.layers and False in marks(model.chunks)
-
-
-def _build_states(proposal: Proposal, config: HecateConfig) -> list[LayerState]:
-    """Build the state of each layer, with the settings that all ranks have agreed on."""
-    states: list[LayerState] = []
-    for index, part in enumerate(proposal.parts):
-        world = World(proposal.connection.nodes[part.ranks], proposal.speeds)
-        transport = proposal.connection.transports[part.ranks]
-        states.append(LayerState(part, index, config, world=world, transport=transport))
-    return states
 
 
 def _homes_group(

@@ -20,6 +20,7 @@ from torch.nn import Module
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from megatron_hecate.comm.agreement import SwitchOnError, refuse
+from megatron_hecate.config import HecateConfig
 from megatron_hecate.switch_on import unsupported
 from megatron_hecate.switch_on.request import REQUEST
 
@@ -56,8 +57,8 @@ def switch_on(wrapper: type, module: Module) -> None:
         SwitchOnError: for settings that cannot be combined, or chunks that cannot be found.
     """
     config = getattr(module, "config", None)
-    if converted := marks([module]):
-        if False in converted:
+    if earlier := earlier_settings([module]):
+        if not all(settings.observe for settings in earlier):
             _refuse_fsdp(wrapper, config)
         return
     has_experts = any(isinstance(part, MoELayer) for part in module.modules())
@@ -130,10 +131,10 @@ def num_chunks(config: Any) -> int:
     return stages or parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
 
 
-def marks(chunks: list[Module]) -> set[bool]:
-    """Return the values of ``observe`` with which the hook has run on the model chunks."""
+def earlier_settings(chunks: list[Module]) -> set[HecateConfig]:
+    """Return the settings with which the hook has run on the model chunks."""
     modules = chain.from_iterable(chunk.modules() for chunk in chunks)
-    return {module._fssdp_hook for module in modules if hasattr(module, "_fssdp_hook")}
+    return {part._fssdp_settings for part in modules if hasattr(part, "_fssdp_settings")}
 
 
 _BaseDataParallel.__new__ = staticmethod(_construct)  # type: ignore[method-assign,assignment]

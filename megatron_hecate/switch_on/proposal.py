@@ -165,11 +165,11 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
     with collect(problems):
         passes = training_state.passes_per_microbatch(model.layers, model.chunks)
         refused: dict[str, list[int]] = {}
-        layers = zip(model.layers, model.chunk_by_layer, passes, strict=True)
-        for layer, chunk, times in layers:
+        for layer, chunk in model.layers.items():
             layer_problems: list[str] = []
             with collect(layer_problems):
-                parts.append(LayerParts(layer, chunk=chunk, slots=config.slots, passes=times))
+                part = LayerParts(layer, chunk=chunk, slots=config.slots, passes=passes[layer])
+                parts.append(part)
             for text in layer_problems:
                 refused.setdefault(text, []).append(layer.layer_number)
         for text, numbers in refused.items():
