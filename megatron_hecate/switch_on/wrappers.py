@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
-from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module, Parameter
 
@@ -38,18 +38,13 @@ def model_settings(chunks: Iterable[Module]) -> dict[str, Any]:
 
 
 def find_wrapped(chunks: Iterable[Module]) -> list[str]:
-    """Return a line if the chunks contain data-parallel wrappers, or DDP wraps the chunks."""
-    names: list[str] = []
-    for chunk in chunks:
-        modules = chunk.modules()
-        names += [type(m).__name__ for m in modules if isinstance(m, _BaseDataParallel)]
-        # a wrapper outside of the chunks, whose gradients are inside
-        if any(map(_has_main_grad, chunk.parameters())):
-            names.append("DistributedDataParallel")
+    """Return a line if DDP wraps the chunks, or is inside of them."""
+    parameters = chain.from_iterable(chunk.parameters() for chunk in chunks)
+    if not any(map(_has_main_grad, parameters)):
+        return []
     return [
-        f"{name} has wrapped the model already; call the hook on the model chunks before they are "
-        "wrapped"
-        for name in names[:1]
+        "DistributedDataParallel has wrapped the model already; call the hook on the model chunks "
+        "before they are wrapped"
     ]
 
 
