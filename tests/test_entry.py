@@ -196,9 +196,6 @@ def test_modules_and_console_commands() -> None:
     }.items():
         (folder / "bin" / name).write_text(head + text)
         (folder / "bin" / name).chmod(0o755)
-    (folder / "run.sh").write_text("torchrun pretrain_gpt.py\n")
-    (folder / "bin" / "shell").write_text("#!/bin/sh\necho shell\n")
-    (folder / "bin" / "shell").chmod(0o755)
     os.chdir(folder)
     sys.path.insert(1, str(folder))
     os.environ["PATH"] += os.pathsep + str(folder / "bin")
@@ -237,8 +234,6 @@ def test_modules_and_console_commands() -> None:
         "torchrun train.py": "torchrun starts the ranks, so it must precede our launcher: torchrun ... -m "
         "megatron_hecate run ... -- SCRIPT.py\n",
         "-m torch.distributed.run": "torch.distributed.run starts the ranks",
-        "shell": f"{folder / 'bin' / 'shell'} is not written in Python; give the script that it starts",
-        "run.sh": "run.sh is not written in Python",
         "-m no_such_module.inner": "there is no module no_such_module",
         "-m": "no SCRIPT.py given, nor -m MODULE",
         "plain --moe-fssdp --moe-fssdp-slots -3": "slots=-3 must be",

@@ -125,32 +125,17 @@ def _find(name: str, *, is_module: bool) -> str:
         if importlib.util.find_spec(name.partition(".")[0]) is None:
             raise ValueError(f"there is no module {name}")
         return name
-    path = _find_file(name)
-    sys.path[0] = str(path if path.is_dir() else path.resolve().parent)
-    return str(path)
-
-
-def _find_file(name: str) -> Path:
-    """Find the Python file of a script or of a console command."""
     path = Path(name)
-    # a folder of this name is a script only as Python runs one
-    if not path.is_file() and not (path / "__main__.py").is_file():
+    if not path.is_file():
         folders = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
         path = Path(shutil.which(name, path=folders) or name)
-    if not path.is_file() and not (path / "__main__.py").is_file():
+    if not path.is_file():
         raise ValueError(
             f"{name} does not exist; give a script, -m MODULE, or a console command of this "
             "Python environment; megatron-hecate --help lists our own commands"
         )
-    first = second = b""
-    if path.is_file():
-        with path.open("rb") as file:
-            first, second = file.readline(), file.readline()
-    # pip begins a command whose interpreter has a long path by a line for a shell
-    is_python = b"python" in first or second.startswith(b"'''exec'")
-    if path.suffix == ".sh" or (first.startswith(b"#!") and not is_python):
-        raise ValueError(f"{path} is not written in Python; give the script that it starts")
-    return path.absolute()
+    sys.path[0] = str(path.resolve().parent)
+    return str(path.absolute())
 
 
 def _run(target: str, flags: dict[str, Any], arguments: list[str], *, is_module: bool) -> int:
