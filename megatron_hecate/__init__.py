@@ -31,7 +31,6 @@ Boxes, which import the packages above, and which those know by a protocol only:
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -51,15 +50,15 @@ __all__ = [
     "restore_homes",
     "weights_changed",
 ]
-# public names of boxes, which are imported on first use
-_BOX_OF = {"layer_metrics": "record.metrics"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name of a box."""
-    if name not in _BOX_OF:
+    """Import ``layer_metrics``, a name of a box, on first use."""
+    if name != "layer_metrics":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_BOX_OF[name]}"), name)
+    from megatron_hecate.record.metrics import layer_metrics
+
+    return layer_metrics
 
 
 def fssdp(config: HecateConfig | None = None) -> Callable[[Any], Any]:
