@@ -63,9 +63,9 @@ class PhysicalExperts:
         self.delayed: Delayed | None = deque() if self.twin.delays_wgrad else None
         # gradients of the last `backward_dw` that are not complete
         self.unsettled: PendingGradients | None = None
-        self.description = f"parameters of {format_shapes(self.home(0))}"
+        self.description = f"parameters of {format_shapes(self.first)}"
         self.layout = ChunkLayout(
-            shapes=tuple(p.shape for p in self.home(0)),
+            shapes=tuple(p.shape for p in self.first),
             fused=self.twin.fused,
             uniform=self.twin.has_operators,
             is_grouped=self.twin.is_grouped,
@@ -80,22 +80,16 @@ class PhysicalExperts:
         width = len(self.twin.names)
         return [parameters[i : i + width] for i in range(0, len(parameters), width)]
 
-    def home(self, index: int) -> list[Parameter]:
-        """Look up the parameters of one of this rank's own experts."""
-        width = len(self.twin.names)
-        owners = self.owners[index * width : (index + 1) * width]
+    @property
+    def first(self) -> list[Parameter]:
+        """Parameters of the first of this rank's own experts."""
+        owners = self.owners[: len(self.twin.names)]
         return [module._parameters[name] for module, name in owners]
 
     @property
     def dtype(self) -> torch.dtype:
         """Data type of the parameters."""
-        return self.first.dtype
-
-    @property
-    def first(self) -> Parameter:
-        """First parameter of the first expert."""
-        module, name = self.owners[0]
-        return module._parameters[name]
+        return self.first[0].dtype
 
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
@@ -104,12 +98,12 @@ class PhysicalExperts:
     @property
     def quantized(self) -> bool:
         """True if parameters are quantized. One module holds them all, so all are or none is."""
-        return is_quantized(self.first)
+        return is_quantized(self.first[0])
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one replica's weights."""
-        return StoredWeights(self.home(0)).nbytes
+        return StoredWeights(self.first).nbytes
 
     def stored(self) -> list[list[Tensor]]:
         """List the tensors to transfer of each of this rank's own experts."""
@@ -120,7 +114,7 @@ class PhysicalExperts:
     def weights_in(self, chunk: Tensor) -> list[Tensor]:
         """View the received ``chunk`` of one replica as the expert's parameters."""
         if self.quantized:
-            return StoredWeights(self.home(0)).weights_in(chunk)
+            return StoredWeights(self.first).weights_in(chunk)
         return self.layout.views(chunk)
 
     def drop_delayed(self) -> None:

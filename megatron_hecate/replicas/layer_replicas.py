@@ -211,7 +211,7 @@ class Replicas:
         slots = self.slots
         if slots.experts.layout.fuses_any:
             # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
-            home = slots.experts.home(0)[0]
+            home = slots.experts.first[0]
             return getattr(home, "main_grad", home).dtype
         return slots.sizes.grad_dtype
 

@@ -141,7 +141,7 @@ class Prefetcher(Uncopied, StepEvents):
             if self.gradients is None and state is self._chunks[state.chunk][0]:
                 self._enter_chunk(state.chunk)
             if self.clock.enter(index):
-                self.meter.attention(index, state.parts.experts.home(0)[0].device)
+                self.meter.attention(index, state.parts.experts.first[0].device)
             self._prepare_from(index)
             if state.current.replicas is None:
                 state.joined_homes = None

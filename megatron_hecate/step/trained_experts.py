@@ -64,7 +64,7 @@ class TrainedExperts:
             return
         flags = torch.zeros((self._group.size(), sum(self._sizes)), dtype=torch.int64)
         flags[self._group.rank()] = torch.tensor(self._requires_grad())
-        device = self._states[0].parts.experts.home(0)[0].device
+        device = self._states[0].parts.experts.first[0].device
         if device.type == "cuda":
             flags = flags.pin_memory().to(device, non_blocking=True)
         self._exchanged = GroupSum(
