@@ -101,10 +101,8 @@ class _ScheduleCalls:
 _CALLS = _ScheduleCalls()
 
 
-@functools.cache
-def _count_schedule_calls() -> None:
-    for name in _SCHEDULES:
-        setattr(schedules, name, _CALLS.count(getattr(schedules, name)))
+for _name in _SCHEDULES:
+    setattr(schedules, _name, _CALLS.count(getattr(schedules, _name)))
 
 
 class _ObservedDDP:
@@ -161,7 +159,6 @@ class DataParallel(StepEvents):
         self._ddps: list[weakref.ref[DistributedDataParallel] | None] = [None] * num_chunks
         self._events = events
         self._orders = orders
-        _count_schedule_calls()
 
     def construct(self, kind: type[DistributedDataParallel], chunk: int) -> DistributedDataParallel:
         """Return a new DDP around ``chunk`` that reports events; its ``__init__`` has not run."""
