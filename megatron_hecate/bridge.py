@@ -65,12 +65,9 @@ def enable(config: Any, **settings: Any) -> None:
         raise TypeError(
             f"bridge.enable takes a recipe, a ConfigContainer, got a {type(config).__name__}"
         )
-    request = HecateConfig(**settings).as_arguments()
-    _ask(config, request)
-    # A framework may never call ``pretrain``: then `entry` reads the settings from here when DDP
-    # wraps the model, or refuses the first step.
-    for model in _models(config):
-        REQUEST.add(model, {**request, **fssdp_arguments(model)})
+    # A framework may never call ``pretrain``: then `entry` reads the settings off the model when
+    # DDP wraps it, or refuses the first step.
+    _ask(config, HecateConfig(**settings).as_arguments())
 
 
 class Metrics(callbacks.Callback):
@@ -134,7 +131,10 @@ def _recorded(chunks: list[Module]) -> LayerRecorder | Observer | None:
 
 
 def _ask(config: Any, request: dict[str, Any]) -> None:
-    """Store settings, by argparse's names, in the recipe; refuse a change of earlier ones."""
+    """Store settings, by argparse's names, in the recipe and its model; refuse a change of them.
+
+    Overrides are attributes of the model already, and take precedence.
+    """
     earlier = vars(config).setdefault("_moe_fssdp", {})
     refuse(
         f"FSSDP was asked for with {name}={earlier[name]!r} before, now with {name}={value!r}; "
@@ -143,6 +143,9 @@ def _ask(config: Any, request: dict[str, Any]) -> None:
         if earlier.get(name, value) != value
     )
     earlier.update(request)
+    values = {**earlier, **fssdp_arguments(config.model)}
+    for model in _models(config):
+        REQUEST.add(model, values)
 
 
 def _models(config: Any) -> tuple[Any, Any]:
@@ -176,11 +179,8 @@ def _check(config: Any, settings: HecateConfig) -> None:
 def _with_fssdp(runtime_config_update: Callable) -> Callable:
     def update(cfg: Any) -> None:
         runtime_config_update(cfg)
-        _ask(cfg, REQUEST.flags)
         _find_lost_overrides(cfg.model)
-        values = {**vars(cfg)["_moe_fssdp"], **fssdp_arguments(cfg.model)}
-        for model in _models(cfg):
-            REQUEST.add(model, values)
+        _ask(cfg, REQUEST.flags)
         if (settings := REQUEST.settings(cfg.model)) is not None:
             _check(cfg, settings)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import socket
 import time
@@ -96,12 +97,10 @@ class Position:
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:
                 self._backward = backward
-                torch.autograd.Variable._execution_engine.queue_callback(self._reach_end)
+                reach_end = functools.partial(self.reach, "after a backward")
+                torch.autograd.Variable._execution_engine.queue_callback(reach_end)
 
         return reach_backward
-
-    def _reach_end(self) -> None:
-        self.reach("after a backward")
 
     def __str__(self) -> str:
         if not self.steps:

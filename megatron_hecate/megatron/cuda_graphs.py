@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
+
+from megatron_hecate.megatron.rules import SettingSources
 
 # Parts whose graphs leave the experts out. Between replays of such graphs FSSDP can fetch replicas,
 # and the experts run without a graph.
@@ -16,11 +18,7 @@ WITH_REPLICAS = frozenset({"attn", "mamba", "mlp", "moe_router", "moe_preprocess
 OLD_NAMES = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
 
 
-class _Settings(Protocol):
-    def __getitem__(self, name: str, /) -> Any: ...
-
-
-def captured_parts(settings: _Settings) -> frozenset[str] | None:
+def captured_parts(settings: SettingSources) -> frozenset[str] | None:
     """Return the captured parts by the names of Megatron's ``CudaGraphModule``.
 
     The set is empty without graphs. ``None`` stands for whole layers, the whole iteration, and a
@@ -41,7 +39,7 @@ def captured_parts(settings: _Settings) -> frozenset[str] | None:
     return parts
 
 
-def holds_preprocess(settings: _Settings) -> bool:
+def holds_preprocess(settings: SettingSources) -> bool:
     """Return whether a graph captures the dispatcher's preprocessing.
 
     Such a graph also contains the rerouting from experts to physical experts.

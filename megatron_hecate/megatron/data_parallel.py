@@ -156,7 +156,9 @@ class DataParallel(StepEvents):
     """
 
     def __init__(self, num_chunks: int, events: GradientEvents, *, orders: bool) -> None:
-        self._ddps: list[weakref.ref[DistributedDataParallel] | None] = [None] * num_chunks
+        # DDP around each chunk; returns ``None`` before there is one, and after its life
+        self._ddps: list[Callable[[], DistributedDataParallel | None]]
+        self._ddps = [lambda: None] * num_chunks
         self._events = events
         self._orders = orders
 
@@ -171,14 +173,14 @@ class DataParallel(StepEvents):
     def iteration_begins(self, iteration: int) -> None:
         """Order buckets of experts before the first backward."""
         if self._orders:
-            for reference in self._ddps:
-                if reference is not None and (ddp := reference()) is not None:
+            for find_ddp in self._ddps:
+                if (ddp := find_ddp()) is not None:
                     order_buckets(ddp)
         self._orders = False
 
     def wants_gradients(self, chunk: int) -> bool | None:
         """Whether DDP reduces after the running backward of ``chunk``; ``None`` without DDP."""
-        ddp = self._ddp(chunk)
+        ddp = self._ddps[chunk]()
         if ddp is None:
             return None
         # no generator, because every layer asks in every backward
@@ -193,17 +195,11 @@ class DataParallel(StepEvents):
         ``None`` without DDP, in loops without Megatron's schedules, and where the schedule enters
         no ``no_sync`` of this DDP, because the loop replaced ``no_sync_func``.
         """
-        ddp = self._ddp(chunk)
+        ddp = self._ddps[chunk]()
         call = _CALLS.running
         if ddp is None or (self.wants_gradients(chunk) and ddp.fssdp_call != call):
             return None
         return call
-
-    def _ddp(self, chunk: int) -> DistributedDataParallel | None:
-        reference = self._ddps[chunk]
-        if reference is None:
-            return None
-        return reference()
 
 
 @functools.cache

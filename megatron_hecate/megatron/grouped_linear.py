@@ -188,7 +188,7 @@ class _Operators:
         # The first forward has checked that all weights agree; the check takes longer than all
         # other work here.
         for operator in self._last:
-            operator.pre_first_fuser_forward = _nothing
+            operator.pre_first_fuser_forward = lambda: None
 
     def _make(self, dtype: torch.dtype) -> None:
         """Create operators by Megatron's method, over placeholders for weights of ``dtype``."""
@@ -206,10 +206,6 @@ class _Operators:
         assert len(self._last) == 3, f"{self._last}: not a linear, an activation and a linear"
         for linear, operator in zip(self._linears, self._last[::2], strict=True):
             operator.wgrad_store = linear.wgrad_store
-
-
-def _nothing() -> None:
-    pass
 
 
 def _check_linear(name: str, linear: Module) -> None:
@@ -255,14 +251,10 @@ def _wide(linear: Module, num_gemms: int) -> Module:
         },
         _fp8_workspaces={},
         _custom_quantizer_cache={},
-        wgrad_store=_new_store(linear),
+        wgrad_store=type(linear.wgrad_store)(linear.wgrad_store.delay_wgrad_compute()),
         # never True: TE would then overwrite main_grad, to which the homes' own module may have
         # added
         is_first_microbatch=False,
     )
     wide.__dict__.update(attributes)
     return wide
-
-
-def _new_store(linear: Module) -> Any:
-    return type(linear.wgrad_store)(linear.wgrad_store.delay_wgrad_compute())

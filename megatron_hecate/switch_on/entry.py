@@ -58,8 +58,8 @@ def switch_on(wrapper: type, module: Module) -> None:
     """
     config = getattr(module, "config", None)
     if earlier := earlier_settings([module]):
-        if not all(settings.observe for settings in earlier):
-            _refuse_fsdp(wrapper, config)
+        for settings in earlier:
+            _refuse_fsdp(wrapper, config, settings)
         return
     has_experts = any(isinstance(part, MoELayer) for part in module.modules())
     # a model without experts is a critic, or a dense model that is upcycled
@@ -70,19 +70,19 @@ def switch_on(wrapper: type, module: Module) -> None:
         # Another model of the process may be the one that FSSDP was asked for.
         REQUEST.is_answered |= REQUEST.is_made
         return
-    if not settings.observe:
-        _refuse_fsdp(wrapper, config, settings.as_arguments(), slots=settings.slots)
+    _refuse_fsdp(wrapper, config, settings)
     # the import loads what only FSSDP needs, such as numba
     from megatron_hecate.switch_on.convert import Hook
 
     Hook(settings)(_chunks_beside(module, config))
 
 
-def _refuse_fsdp(wrapper: type, *sources: Any, slots: int = 0) -> None:
-    """Refuse a ``wrapper`` that shards the experts' weights, with all problems of ``sources``."""
-    if not issubclass(wrapper, DistributedDataParallel):
+def _refuse_fsdp(wrapper: type, config: Any, settings: HecateConfig) -> None:
+    """Refuse a ``wrapper`` that shards the experts' weights, with all problems of the model."""
+    if not settings.observe and not issubclass(wrapper, DistributedDataParallel):
         fsdp = "use_torch_fsdp2" if "Torch" in wrapper.__name__ else "use_megatron_fsdp"
-        refuse(unsupported.find({fsdp: True}, *sources, slots=slots))
+        sources = ({fsdp: True}, config, settings.as_arguments())
+        refuse(unsupported.find(*sources, slots=settings.slots))
 
 
 def _refuse_step_while_off(optimizer: Optimizer, *_: Any) -> None:
