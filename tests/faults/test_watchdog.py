@@ -49,6 +49,10 @@ def _start_over_tcp() -> Callable[[int], str]:
     return lambda of: (folder / f"out{of}").read_text()
 
 
+def _watchdogs() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, watchdog.Watchdog)]
+
+
 def _lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "made no progress" in line]
 
@@ -148,14 +152,13 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
     dist.barrier()
     said = len(read(rank))
     time.sleep(1.6 * TIMEOUT)  # all have come as far
-    reporter = watchdog._running
-    assert reporter.is_alive()
+    (reporter,) = _watchdogs()
     _start_over_tcp()  # the job's process group goes away, and its store, which rank 0 served
     reporter.join(10)
     assert not reporter.is_alive()
     assert len(read(rank)) == said, read(rank)[said:]
     watchdog.watch([[0, 1, 2]], timeout=TIMEOUT)
-    assert watchdog._running is not reporter and watchdog._running.is_alive()
+    assert len(_watchdogs()) == 1 and _watchdogs() != [reporter]
     dist.barrier()  # rank 0 serves the store
 
 
