@@ -28,7 +28,6 @@ from megatron_hecate.megatron.stored_weights import StoredWeights, is_quantized
 from megatron_hecate.megatron.twin import Twin, find_owners
 from megatron_hecate.replicas.autograd import Delayed, PendingGradients
 from megatron_hecate.replicas.buffers import ChunkLayout
-from megatron_hecate.replicas.layer_replicas import Replicas
 
 
 class PhysicalExperts:
@@ -159,12 +158,6 @@ class FSSDPExperts:
     physical: PhysicalExperts
     reduction_point: ReductionPoint
     restore_homes: Callable[[], None] | None
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """Replicas of the running forward."""
-        running = self.physical.running
-        return None if running is None else running.replicas
 
     def forward(
         self,

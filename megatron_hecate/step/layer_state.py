@@ -211,7 +211,7 @@ class LayerState(Uncopied):
         model = self.parts.layer.config
         # Width of a token as dispatched.
         token_width = getattr(model, "moe_latent_size", None) or model.hidden_size
-        expert = self.parts.experts.home(0)
+        expert = self.parts.experts.first
         return LayerShape(
             expert_bytes=self.parts.experts.chunk_bytes,
             # gradients are transferred in fp32

@@ -298,7 +298,8 @@ def counting_hook(hook: Callable[[list], list], computed: torch.Tensor) -> Calla
         def forward_and_count(
             tokens: torch.Tensor, counts: torch.Tensor, *args: Any, **kwargs: Any
         ) -> Any:
-            if experts.training and experts.replicas is not None:
+            running = experts.physical.running
+            if experts.training and running is not None and running.replicas is not None:
                 computed.add_(int(counts.reshape(-1)[experts.num_local_experts :].sum()))
             return forward(tokens, counts, *args, **kwargs)
 
