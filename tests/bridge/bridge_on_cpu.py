@@ -19,12 +19,10 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SUPPORT = ROOT / "tests" / "support"
-sys.path[:0] = map(
-    str, [ROOT, SUPPORT, *SUPPORT.glob("*/"), ROOT / "tests" / "bridge", ROOT / "examples"]
-)
-sys.modules["bridge_on_cpu"] = sys.modules[
-    __name__
-]  # the process that ranks are forked from knows it by another name
+HERE = ROOT / "tests" / "bridge"
+sys.path[:0] = map(str, [ROOT, SUPPORT, *SUPPORT.glob("*/"), HERE, ROOT / "examples"])
+# the process that ranks are forked from knows it by another name
+sys.modules["bridge_on_cpu"] = sys.modules[__name__]
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 warnings.simplefilter("ignore")
 
@@ -47,11 +45,11 @@ from megatron.bridge.training.utils.omegaconf_utils import process_config_with_o
 from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider  # noqa: E402
 from megatron.core.models.backends import LocalSpecProvider  # noqa: E402
 from megatron.core.models.gpt import gpt_layer_specs  # noqa: E402
-from recipe_runs import MODELS, OVERRIDES, QWEN3, QWEN3_OF_0_4, SIZES  # noqa: E402
+from recipe_runs import FREE, MODELS, OVERRIDES, QWEN3, QWEN3_OF_0_4, SIZES  # noqa: E402
 from transformers import AutoConfig, PretrainedConfig  # noqa: E402
 
 
-def _model_of_the_hub(path: str, **kwargs: Any) -> PretrainedConfig:
+def model_of_the_hub(path: str, **kwargs: Any) -> PretrainedConfig:
     """A small configuration of the right architecture, in the place of the hub's."""
     model_type, architecture, own = MODELS[Path(path).name]
     config = AutoConfig.for_model(model_type, **SIZES, **own)
@@ -65,17 +63,13 @@ def _local_layers(config: Any, **kwargs: Any) -> Any:
     )
 
 
-def _local_mtp(config: Any, spec: Any, *, use_transformer_engine: bool, **kwargs: Any) -> Any:
-    return _mtp(config, spec, use_transformer_engine=False, **kwargs)
-
-
-_mtp = gpt_layer_specs.get_gpt_mtp_block_spec
-
-
-auto_bridge.safe_load_config_with_retry = causal_lm.safe_load_config_with_retry = _model_of_the_hub
+auto_bridge.safe_load_config_with_retry = causal_lm.safe_load_config_with_retry = model_of_the_hub
 LocalSpecProvider.grouped_mlp_modules = TESpecProvider.grouped_mlp_modules
 gpt_provider.transformer_engine_layer_spec = _local_layers
-gpt_layer_specs.get_gpt_mtp_block_spec = _local_mtp
+_mtp = gpt_layer_specs.get_gpt_mtp_block_spec
+gpt_layer_specs.get_gpt_mtp_block_spec = lambda *args, **kwargs: _mtp(
+    *args, **{**kwargs, "use_transformer_engine": False}
+)
 glm45_bridge.HAVE_TE = False
 bridge_initialize.compile_helpers = lambda: None  # the wheel has them, but no Makefile
 bridge_initialize._warmup_jit_function = lambda *args, **kwargs: None  # nothing is compiled here
@@ -95,23 +89,25 @@ def recipe(*overrides: str, name: str = QWEN3) -> ConfigContainer:
     return process_config_with_overrides(config, cli_overrides=[*ours, *overrides])
 
 
+def enabled(*overrides: str, name: str = QWEN3, **settings: Any) -> ConfigContainer:
+    """The recipe with FSSDP, where copies cost nothing."""
+    from megatron_hecate import bridge
+
+    config = recipe(*overrides, name=name)
+    bridge.enable(config, speeds=FREE, **settings)
+    return config
+
+
 def as_model_config(provider: Any) -> GPTModelConfig:
     """The same model by Megatron's newer kind of configuration."""
-    own, layers = (
-        {f.name for f in dataclasses.fields(c) if f.init}
-        for c in (GPTModelConfig, TransformerConfig)
-    )
     values = {f.name: getattr(provider, f.name) for f in dataclasses.fields(provider)}
-    transformer = TransformerConfig(
-        **{name: value for name, value in values.items() if name in layers}
-    )
-    rest = {
-        name: value for name, value in values.items() if name in own - {"transformer_layer_spec"}
-    }
-    return GPTModelConfig(
-        transformer=transformer, transformer_layer_spec=_local_layers_of_model, **rest
-    )
 
+    def of(kind: type) -> dict[str, Any]:
+        names = {f.name for f in dataclasses.fields(kind) if f.init}
+        return {name: value for name, value in values.items() if name in names}
 
-def _local_layers_of_model(config: GPTModelConfig, **kwargs: Any) -> Any:
-    return _local_layers(config.transformer, **kwargs)
+    model = {**of(GPTModelConfig), "transformer": TransformerConfig(**of(TransformerConfig))}
+    model["transformer_layer_spec"] = lambda config, **kwargs: _local_layers(
+        config.transformer, **kwargs
+    )
+    return GPTModelConfig(**model)

@@ -107,7 +107,7 @@ def configuration(model: Path) -> dict:
 
 def write_model(folder: Path) -> None:
     """Write Qwen3-MoE with random weights, made small, and a tokenizer of bytes."""
-    from bridge_on_cpu import _model_of_the_hub
+    from bridge_on_cpu import model_of_the_hub
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
@@ -117,7 +117,7 @@ def write_model(folder: Path) -> None:
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>"
     ).save_pretrained(folder)
     torch.manual_seed(1)
-    Qwen3MoeForCausalLM(_model_of_the_hub(str(folder))).save_pretrained(folder)
+    Qwen3MoeForCausalLM(model_of_the_hub(str(folder))).save_pretrained(folder)
 
 
 class Worker:

@@ -13,7 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import bridge_on_cpu
 import pytest
+import snippets
+import torch
+import torch.distributed as dist
 from ranks import ranks
 from recipe_runs import FREE, OVERRIDES, train
 
@@ -26,7 +30,7 @@ SCRIPT = (
     *OVERRIDES,
 )
 FLAGS = ("--moe-fssdp", "--moe-fssdp-slots", "3", "--moe-fssdp-speeds", FREE)
-TORCH_FSDP = "dist.use_torch_fsdp2=true"
+ONCE, TORCH_FSDP = "train.train_iters=1", "dist.use_torch_fsdp2=true"
 
 
 def launch(*arguments: str) -> str:
@@ -38,6 +42,14 @@ def launch(*arguments: str) -> str:
     return said.getvalue()
 
 
+def override(config: Any, *overrides: str) -> None:
+    bridge_on_cpu.process_config_with_overrides(config, cli_overrides=[*overrides])
+
+
+def slots_of(model: list) -> list[int]:
+    return [m.fssdp.config.slots for c in model for m in c.modules() if hasattr(m, "fssdp")]
+
+
 def losses(log: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"lm loss: ([\d.E+-]+)", log)]
 
@@ -45,9 +57,6 @@ def losses(log: str) -> list[float]:
 @pytest.mark.newest
 @ranks(2)
 def test_launcher_overrides_and_example_train_as_stock() -> None:
-    import bridge_on_cpu  # noqa: F401
-    import torch.distributed as dist
-
     stock = launch(*SCRIPT)
     assert "FSSDP" not in stock
     free = f"+model.moe_fssdp_speeds={FREE}"
@@ -67,14 +76,11 @@ def test_launcher_overrides_and_example_train_as_stock() -> None:
 
 @ranks(2)
 def test_the_lines_of_the_readme_train_as_stock() -> None:
-    from bridge_on_cpu import recipe
-    from snippets import block
-
-    runs = [train(recipe())]
-    names = {"cfg": recipe(), "forward_step": None}
+    runs = [train(bridge_on_cpu.recipe())]
+    names = {"cfg": bridge_on_cpu.recipe(), "forward_step": None}
     names["pretrain"] = lambda cfg, _, callbacks: runs.append(train(cfg, *callbacks))
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        exec(block("README.md", 6), names)
+        exec(snippets.block("README.md", 6), names)
     runs[1].assert_same(runs[0])
     if int(os.environ["RANK"]) == 0:
         assert "FSSDP on: 2 MoE layers, 8 experts over 2 ranks, 2 slots" in said.getvalue()
@@ -83,75 +89,55 @@ def test_the_lines_of_the_readme_train_as_stock() -> None:
 @ranks(2)
 def test_an_override_that_does_not_arrive_is_an_error() -> None:
     """Bridge drops overrides of names that it does not know."""
-    from bridge_on_cpu import recipe
-
-    from megatron_hecate import bridge
-
     for override in ("+model.moe_fssdp_slot=1", "+moe_fssdp=true"):
         sys.argv = ["run_recipe.py", override]
-        config = recipe(override)
-        bridge.enable(config)
-        with pytest.raises(
-            ValueError, match=r"did not reach the model; known are \+model.moe_fssdp, "
-        ) as error:
+        config = bridge_on_cpu.enabled(override)
+        message = r"did not reach the model; known are \+model.moe_fssdp, "
+        with pytest.raises(ValueError, match=message) as error:
             train(config)
         assert f"the override {override!r} did not" in str(error.value)
     sys.argv = ["run_recipe.py", "logger.wandb_exp_name=moe_fssdp=true", "moe_fssdp.yaml"]
-    assert len(train(recipe("train.train_iters=1")).steps) == 1, "these are no overrides of ours"
+    assert len(train(bridge_on_cpu.recipe(ONCE)).steps) == 1, "these are no overrides of ours"
 
 
 @pytest.mark.newest
 @ranks(2)
 def test_overrides_come_before_the_recipe() -> None:
-    import torch.distributed as dist
-    from bridge_on_cpu import as_model_config, process_config_with_overrides, recipe
     from megatron.bridge.training.callbacks import Callback
-
-    from megatron_hecate import bridge
 
     class Slots(Callback):
         def on_train_start(self, context: Any) -> None:
-            self.found = [
-                m.fssdp.config.slots
-                for c in context.model
-                for m in c.modules()
-                if hasattr(m, "fssdp")
-            ]
+            self.found = slots_of(context.model)
 
     def slots(config: Any) -> list[int]:
         callback = Slots()
         train(config, callback)
         return callback.found
 
-    config = recipe("train.train_iters=1", "+model.moe_fssdp_slots=1")
-    bridge.enable(config, slots=2)
-    assert slots(config) == [1, 1]
+    assert slots(bridge_on_cpu.enabled(ONCE, "+model.moe_fssdp_slots=1", slots=2)) == [1, 1]
     file = Path(os.environ["TEST_FOLDER"]) / f"{dist.get_rank()}.yaml"
     file.write_text("model: {moe_fssdp: true, moe_fssdp_slots: 3}")
-    config = process_config_with_overrides(recipe("train.train_iters=1"), config_filepath=str(file))
+    config = bridge_on_cpu.process_config_with_overrides(
+        bridge_on_cpu.recipe(ONCE), config_filepath=str(file)
+    )
     assert slots(config) == [3, 3], "of Bridge's own kind of file"
-    config = recipe("train.train_iters=1")
-    bridge.enable(config, slots=2)
-    config.model = as_model_config(config.model)
+    config = bridge_on_cpu.enabled(ONCE, slots=2)
+    config.model = bridge_on_cpu.as_model_config(config.model)
     assert slots(config) == [2, 2], "a recipe may exchange its model afterwards"
-    config = recipe("train.train_iters=1")
-    bridge.enable(config, slots=2)
-    process_config_with_overrides(config, cli_overrides=["+model.moe_fssdp=false"])
+    config = bridge_on_cpu.enabled(ONCE, slots=2)
+    override(config, "+model.moe_fssdp=false")
     assert slots(config) == [], "switched off"
 
 
 @ranks(2)
 def test_enabling_twice() -> None:
-    from bridge_on_cpu import recipe
-
     from megatron_hecate import bridge
 
-    config = recipe("train.train_iters=1")
+    config = bridge_on_cpu.recipe(ONCE)
     for _ in range(2):
         bridge.enable(config, slots=1)
-    with pytest.raises(
-        ValueError, match=r"asked for with moe_fssdp_slots=1 before, now with moe_fssdp_slots=3"
-    ):
+    message = r"asked for with moe_fssdp_slots=1 before, now with moe_fssdp_slots=3"
+    with pytest.raises(ValueError, match=message):
         bridge.enable(config, slots=3)
     with pytest.raises(TypeError, match="unexpected keyword argument 'slot'"):
         bridge.enable(config, slot=3)
@@ -163,22 +149,15 @@ def test_enabling_twice() -> None:
 @ranks(2)
 def test_the_recipe_is_checked_as_it_will_run() -> None:
     """Overrides after `enable` are seen, as well those that make a recipe fit as those that break it."""
-    from bridge_on_cpu import process_config_with_overrides, recipe
     from megatron.bridge.peft.lora import LoRA
     from megatron.core import parallel_state
 
-    from megatron_hecate import bridge
-
-    config = recipe("train.train_iters=1", "model.expert_model_parallel_size=1")
-    bridge.enable(config)
-    process_config_with_overrides(config, cli_overrides=["model.expert_model_parallel_size=2"])
+    config = bridge_on_cpu.enabled(ONCE, "model.expert_model_parallel_size=1")
+    override(config, "model.expert_model_parallel_size=2")
     train(config)
 
-    config = recipe("model.expert_model_parallel_size=2")
-    bridge.enable(config)
-    process_config_with_overrides(
-        config, cli_overrides=["model.expert_model_parallel_size=1", TORCH_FSDP]
-    )
+    config = bridge_on_cpu.enabled("model.expert_model_parallel_size=2")
+    override(config, "model.expert_model_parallel_size=1", TORCH_FSDP)
     config.peft, config.checkpoint.pretrained_checkpoint = LoRA(), os.environ["TEST_FOLDER"]
     with pytest.raises(ValueError, match="FSSDP cannot be switched on:\n") as error:
         train(config)
@@ -191,12 +170,11 @@ def test_the_recipe_is_checked_as_it_will_run() -> None:
 @ranks(2)
 def test_the_overrides_that_are_named_are_ones_that_bridge_takes() -> None:
     """And they switch FSSDP on. Oracle: Bridge's own parser of overrides, which refuses names it does not know."""
-    from bridge_on_cpu import process_config_with_overrides, recipe
     from megatron.bridge.training import pretrain
 
     from megatron_hecate import bridge
 
-    config = recipe("model.expert_model_parallel_size=1", "dist.use_torch_fsdp2=true")
+    config = bridge_on_cpu.recipe("model.expert_model_parallel_size=1", TORCH_FSDP)
     config.mixed_precision = "bf16_with_fp8_delayed_scaling_mixed"
     config.model.mlp_chunks_for_training = 2
     config.model.restore_modelopt_state = True
@@ -205,20 +183,19 @@ def test_the_overrides_that_are_named_are_ones_that_bridge_takes() -> None:
         pretrain.runtime_config_update(config)
     overrides = re.findall(r"(?:set|and) ([\w.]+=\w+)", str(error.value))
     assert len(overrides) == 5, error.value
-    process_config_with_overrides(config, cli_overrides=overrides)
+    override(config, *overrides)
     pretrain.runtime_config_update(config)
 
 
 @ranks(1)
 def test_another_bridge_is_refused() -> None:
-    import bridge_on_cpu  # noqa: F401
     from megatron.bridge.training import pretrain
 
     pretrain.runtime_config_update = lambda config: None
-    with pytest.raises(
-        ImportError,
-        match=r"does not fit this Megatron-Bridge \d\S+:\n  - megatron.bridge.training.pretrain:.* takes cfg",
-    ):
+    message = (
+        r"does not fit this Megatron-Bridge \d\S+:\n  - megatron.bridge.training.pretrain:.* takes"
+    )
+    with pytest.raises(ImportError, match=f"{message} cfg"):
         import megatron_hecate.bridge  # noqa: F401
 
 
@@ -227,23 +204,20 @@ def test_another_bridge_is_refused() -> None:
 def test_a_provider_that_builds_without_pretrain(way: str) -> None:
     """As frameworks of reinforcement learning do, with a hook of their own in place of registered ones; what it asks for
     is checked when the model is built."""
-    from bridge_on_cpu import recipe
-
-    from megatron_hecate import bridge
+    import megatron_hecate.bridge  # noqa: F401
     from megatron_hecate.switch_on.request import REQUEST
 
-    config = recipe()
     if way == "flags":
+        config = bridge_on_cpu.recipe()
         REQUEST.flags.update(moe_fssdp=True, moe_fssdp_slots=1)
     else:
-        bridge.enable(config, slots=1)
+        config = bridge_on_cpu.enabled(slots=1)
     config.model.finalize()
     config.model.initialize_model_parallel(seed=1)
     seen: list = []
     build = config.model.provide_distributed_model
     model = build(ddp_config=config.ddp, pre_wrap_hook=lambda chunks: seen.extend(chunks) or chunks)
-    layers = [m for chunk in model for m in chunk.modules() if hasattr(m, "fssdp")]
-    assert seen and [layer.fssdp.config.slots for layer in layers] == [1, 1]
+    assert seen and slots_of(model) == [1, 1]
     if way == "enabled":
         message = r"FSSDP cannot be switched on:\n.*use_megatron_fsdp=True"
         with pytest.raises(ValueError, match=message):
@@ -253,31 +227,20 @@ def test_a_provider_that_builds_without_pretrain(way: str) -> None:
 @ranks(2)
 def test_a_recipe_whose_model_is_never_wrapped_does_not_step() -> None:
     """NeMo-RL's `get_model` with its own list of hooks, and a framework that wraps the model itself."""
-    import torch
-    from bridge_on_cpu import recipe
     from megatron.bridge.models.model_provider import get_model
     from megatron.core.process_groups_config import ProcessGroupCollection
 
-    from megatron_hecate import bridge
-
-    config = recipe()
-    bridge.enable(config, slots=1)
+    config = bridge_on_cpu.enabled(slots=1)
     config.model.finalize()
     config.model.initialize_model_parallel(seed=1)
     groups = ProcessGroupCollection.use_mpu_process_groups()
 
     def build(wrap_with_ddp: bool) -> list:
-        return get_model(
-            config.model,
-            config.ddp,
-            pre_wrap_hook=[lambda chunks: chunks],
-            pg_collection=groups,
-            wrap_with_ddp=wrap_with_ddp,
-        )
+        settings = dict(pre_wrap_hook=[lambda chunks: chunks], pg_collection=groups)
+        return get_model(config.model, config.ddp, wrap_with_ddp=wrap_with_ddp, **settings)
 
     optimizer = torch.optim.SGD(build(wrap_with_ddp=False)[0].parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"it was asked for, and SGD is about to step"):
         optimizer.step()
-    (wrapped,) = build(wrap_with_ddp=True)
-    assert sum(hasattr(module, "fssdp") for module in wrapped.modules()) == 2
+    assert slots_of(build(wrap_with_ddp=True)) == [1, 1]
     optimizer.step()
