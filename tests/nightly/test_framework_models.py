@@ -15,7 +15,10 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import tiny_gpt
+import tiny_qwen3_moe
 import torch
+import torch.distributed as dist
 from ranks import ranks
 
 
@@ -33,8 +36,6 @@ def local_spec(
 
 def build_by_mcore_adapter(case: Any, hook: Callable | None) -> list:
     """Model chunks, wrapped by DDP."""
-    import tiny_gpt
-    import tiny_qwen3_moe
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     models = importlib.import_module("mcore_adapter.models.model_factory")
@@ -81,8 +82,6 @@ LAYOUT = dict(pp=2, vpp=2, accumulate=4, distributed_optimizer=True)
 @pytest.mark.skipif("HECATE_MCORE_ADAPTER" not in os.environ, reason="no checkout is named")
 @ranks(4, timeout=300)
 def test_a_model_that_roll_builds() -> None:
-    import tiny_gpt
-    import torch.distributed as dist
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_gpt
 import torch
 from layouts import FULL
 from ranks import ranks
@@ -47,8 +48,6 @@ def _load(checkout: str, name: str) -> types.ModuleType:
 
 def _compare(case: Any) -> Any:
     """Train with and without FSSDP; return the run with it."""
-    import tiny_gpt
-
     stock = train_steps(case, 2)
     found: list[np.ndarray] = []
     note_forecasts(found)
@@ -61,9 +60,6 @@ def _compare(case: Any) -> Any:
 @pytest.mark.skipif("HECATE_NEMO_RL" not in os.environ, reason="no checkout of NeMo-RL is named")
 @ranks(2)
 def test_nemo_rls_own_router_replay() -> None:
-    import tiny_gpt
-    from megatron.core import parallel_state
-
     case = tiny_gpt.initialized(settings=(REPLAY, *FULL.items()))
     interfaces = types.ModuleType("nemo_rl.models.generation.interfaces")
     interfaces.ROUTED_EXPERTS_MISSING_ROUTE_SENTINEL = -1
@@ -76,7 +72,7 @@ def test_nemo_rls_own_router_replay() -> None:
 
     def forward_step(iterator: Any, model: Any, *args: Any, **settings: Any) -> Any:
         step = steps[model] = steps.get(model, -1) + 1
-        rank = parallel_state.get_data_parallel_rank()
+        rank = tiny_gpt.parallel_state.get_data_parallel_rank()
         routes = [routes_of(step, 0, layer, rank) for layer in range(case.layers)]
         payload = torch.stack(routes, dim=1).masked_fill(~KNOWN[:, None, None], -1)
         nemo_rl.set_router_replay_forward(model, payload.to(torch.int16).unsqueeze(0))
@@ -92,8 +88,6 @@ def test_nemo_rls_own_router_replay() -> None:
 @ranks(2)
 def test_verls_own_patch() -> None:
     """The real module, with masked tokens and the patched dispatcher."""
-    import tiny_gpt
-
     verl = _load("HECATE_VERL", "verl.utils.megatron.router_replay_patch")
     verl.apply_router_replay_patch()
     set_routes = verl.RouterReplay.set_target_indices

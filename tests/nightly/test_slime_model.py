@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_qwen3_moe
 import torch
+import torch.distributed as dist
 from pretraining import ROOT
 from ranks import ranks
 from replica_tokens import ReplicaTokens
@@ -114,7 +116,6 @@ def _train(folder: Path, flags: str, keeps_world: bool = False) -> None:
         # set here: ranks are forked from a server that has the environment of the first test
         os.environ["SLIME_DESTROY_WORLD_PROCESS_GROUP"] = "0"
     import slime_on_cpu
-    import torch.distributed as dist
 
     slime_on_cpu.install()
     from slime.backends.megatron_utils.actor import MegatronTrainRayActor
@@ -198,8 +199,6 @@ def compare(folder: Path, *, offloads: bool) -> None:
         folder: of the test.
         offloads: whether the policy is offloaded for rollouts; the default process group stays.
     """
-    import tiny_qwen3_moe
-
     tiny_qwen3_moe.write(folder / "model", skew=0.5)
     run: dict[str, Any] = {"keeps_world": offloads}
     if offloads:
@@ -225,8 +224,6 @@ def test_the_actor_trains_as_stock(offloads: bool, tmp_path: Path) -> None:
 
 
 def test_a_default_process_group_that_slime_replaces_is_refused(tmp_path: Path) -> None:
-    import tiny_qwen3_moe
-
     tiny_qwen3_moe.write(tmp_path / "model", skew=0.5)
     with pytest.raises(AssertionError, match="SLIME_DESTROY_WORLD_PROCESS_GROUP=0"):
         train(tmp_path / "ours", _enable(), flags="--offload-train")

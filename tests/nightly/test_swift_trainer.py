@@ -18,8 +18,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import moved_homes
 import pytest
+import tiny_gpt
+import tiny_qwen3_moe
 import torch
+import torch.distributed as dist
 from ranks import ranks
 
 pytestmark = [
@@ -52,11 +56,8 @@ def write_texts(path: Path) -> None:
 def install() -> None:
     """Put ms-swift on the path, and the CPU where it expects a GPU."""
     import te_layers_on_cpu
-    from cpu_spec import PackedAttention
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     te_layers_on_cpu.install()
-    TESpecProvider.core_attention = lambda self: PackedAttention
     sys.path.insert(0, os.environ["HECATE_SWIFT"])
     # A module of the other trainers compiles a function when it is imported. TorchScript cannot
     # compile the functions of torch that stand-ins replace.
@@ -72,8 +73,6 @@ class Runs:
     """
 
     def __init__(self, flags: str, between: Callable[[Any], None] | None = None) -> None:
-        import tiny_qwen3_moe
-        import torch.distributed as dist
         from megatron.core.transformer.module import Float16Module, MegatronModule
 
         class Float32Module(Float16Module):
@@ -98,9 +97,6 @@ class Runs:
 
     def write_plugin(self, **settings: Any) -> str:
         """Write the example with further ``settings``; returns the flag."""
-        import tiny_gpt
-        import torch.distributed as dist
-
         given = {"slots": 2, "speeds": tiny_gpt.FREE, "timeout": 60, **settings}
         path = self.folder / "swift_plugin.py"
         if dist.get_rank() == 0:
@@ -111,8 +107,6 @@ class Runs:
 
     def train(self, name: str, flags: str = "") -> tuple[list[dict], dict[str, torch.Tensor]]:
         """Logs of all steps and evaluations, and parameters."""
-        import tiny_gpt
-        import torch.distributed as dist
         from swift.megatron.callbacks import MegatronCallback, megatron_callbacks_map
         from swift.megatron.pipelines.train.sft import MegatronSft
         from swift.megatron.trainers import base
@@ -167,8 +161,6 @@ def compare(runs: Runs, **settings: Any) -> None:
         runs: training of ms-swift.
         settings: further ones of FSSDP.
     """
-    import torch.distributed as dist
-
     logs, params = runs.train("stock")
     ours, our_params = runs.train("ours", runs.write_plugin(**settings))
     dist.all_reduce(runs.computed)
@@ -194,8 +186,6 @@ def test_a_run() -> None:
 @ranks(2, timeout=300, preload="te")
 def test_weights_exported_for_a_rollout_and_memory_given_to_it() -> None:
     """Between steps, as ``MegatronRolloutMixin`` calls ms-swift's own functions before and after a rollout."""
-    import moved_homes
-
     install()
     from swift.megatron.trainers import utils
 

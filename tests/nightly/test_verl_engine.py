@@ -21,8 +21,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import moved_homes
 import pytest
+import tiny_gpt
+import tiny_qwen3_moe
 import torch
+import torch.distributed as dist
 from ranks import ranks
 
 pytestmark = [
@@ -48,17 +52,13 @@ def install(library: str) -> None:
         import packages_on_cpu  # noqa: F401
     import megatron_on_cpu
     import te_layers_on_cpu
-    from cpu_spec import PackedAttention
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     megatron_on_cpu.for_training()
     te_layers_on_cpu.install()
-    TESpecProvider.core_attention = lambda self: PackedAttention
 
 
 def write_model(folder: Path) -> None:
     """Write Qwen3-MoE with random weights, made small."""
-    import tiny_qwen3_moe
     from transformers import Qwen3MoeForCausalLM
 
     torch.manual_seed(1)
@@ -68,7 +68,6 @@ def write_model(folder: Path) -> None:
 
 def actor_batch(folder: Path, step: int) -> Any:
     """Prompts and answers of this rank, of unequal length, as verl's trainer passes them to its workers."""
-    import torch.distributed as dist
     from tensordict import TensorDict
     from verl.utils import tensordict_utils as tu
     from verl.utils.model import compute_position_id_with_mask
@@ -110,7 +109,6 @@ class Actor:
     """
 
     def __init__(self, folder: Path, library: str, hook: Callable | None) -> None:
-        import tiny_gpt
         from verl.utils import megatron_utils
         from verl.workers.config import (
             ActorConfig,
@@ -208,8 +206,6 @@ class Actor:
 def train(actor: Actor, folder: Path) -> tuple[list[dict], list[torch.Tensor], list[dict], bool]:
     """Figures of all steps, log-probabilities before each, weights exported after each, and whether experts were
     elsewhere before the last export."""
-    import moved_homes
-
     figures, probs, exported = [], [], []
     moved = False
     for step in range(STEPS):
@@ -224,9 +220,6 @@ def train(actor: Actor, folder: Path) -> tuple[list[dict], list[torch.Tensor], l
 
 
 def compare(library: str, **settings: Any) -> None:
-    import tiny_gpt
-    import torch.distributed as dist
-
     install(library)
     folder = Path(os.environ["TEST_FOLDER"]) / "model"
     if dist.get_rank() == 0:
@@ -255,7 +248,5 @@ def test_an_actor(library: str) -> None:
 
 @ranks(2, timeout=300, preload="te")
 def test_weights_exported_while_experts_are_elsewhere() -> None:
-    import moved_homes
-
     moved_homes.find()
     compare("bridge", rehome=1)

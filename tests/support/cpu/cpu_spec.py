@@ -63,8 +63,19 @@ class ContextParallelAttention(MegatronModule):
         return torch.cat([slices[rank], slices[2 * size - 1 - rank]])
 
     def forward(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *_: Any,
+        packed_seq_params: Any = None,
+        **__: Any,
     ) -> Any:
+        if packed_seq_params is not None:  # sequences without padding, [tokens, heads, width]
+            bounds = itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist())
+            inputs = (query, key, value)
+            parts = [self.forward(*(x[start:end, None] for x in inputs)) for start, end in bounds]
+            return torch.cat(parts)
         size, rank, length = self.group.size(), self.group.rank(), query.shape[0]
         every, own = torch.arange(length), torch.arange(length)
         if size > 1:
@@ -81,17 +92,6 @@ class ContextParallelAttention(MegatronModule):
 
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict:
         return {}
-
-
-class PackedAttention(ContextParallelAttention):
-    """Causal attention in each sequence of a batch without padding, [tokens, heads, width]."""
-
-    def forward(self, *qkv: Any, packed_seq_params: Any = None, **settings: Any) -> Any:
-        if packed_seq_params is None:
-            return super().forward(*qkv, **settings)
-        one = super().forward
-        bounds = itertools.pairwise(packed_seq_params.cu_seqlens_q.tolist())
-        return torch.cat([one(*(x[start:end, None] for x in qkv[:3])) for start, end in bounds])
 
 
 def for_cpu(spec: Any) -> Any:

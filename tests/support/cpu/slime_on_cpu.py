@@ -24,12 +24,9 @@ def install() -> None:
     te_on_cpu.install()
     import megatron_on_cpu
     import te_layers_on_cpu
-    from cpu_spec import PackedAttention
-    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
 
     megatron_on_cpu.for_training()
     te_layers_on_cpu.install()
-    TESpecProvider.core_attention = lambda self: PackedAttention
     sys.path.insert(0, os.environ["HECATE_SLIME"])
     _fill_in_for_sglang()
     _register_cpu()

@@ -20,6 +20,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
+from replica_tokens import ReplicaTokens
 
 SKEW = 2.0
 
@@ -70,51 +71,28 @@ def datasets(num_samples: list[int], vp_stage: int | None = None) -> tuple:
     return Sequences(num_samples[0], args.seq_length, args.vocab_size), None, None
 
 
-class Tokens:
-    """Skew of the routing, and numbers of tokens that experts compute in training."""
-
-    def __init__(self) -> None:
-        self.all = self.of_replicas = 0
-
-    def watch(self, chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
-        """Attach to every MoE layer of this rank, as a pre-wrap hook of Megatron."""
-        for chunk in chunks:
-            for layer in chunk.modules():
-                if isinstance(layer, MoELayer):
-                    _skew(layer)
-                    layer.experts.register_forward_pre_hook(self._count)
-        return chunks
-
-    def _count(self, experts: torch.nn.Module, arguments: tuple) -> None:
-        counts = torch.as_tensor(arguments[1]).reshape(-1)
-        if experts.training:
-            self.all += int(counts.sum())
-            self.of_replicas += int(counts[experts.num_local_experts :].sum())
-
-    def report(self) -> None:
-        """Print the sums over all ranks."""
-        both = torch.tensor([self.all, self.of_replicas])
-        dist.all_reduce(both)
-        print(f"tokens: {both[0]} computed, {both[1]} by replicas", flush=True)
-
-
-def _skew(layer: MoELayer) -> None:
-    bias = torch.zeros(layer.config.num_moe_experts)
-    bias[: layer.num_local_experts] = SKEW
-    gating = layer.router.gating
-    layer.router.gating = lambda hidden: gating(hidden) + bias
+def skew(chunks: list[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Make the first rank's experts hot, as a pre-wrap hook of Megatron."""
+    for layer in (m for chunk in chunks for m in chunk.modules() if isinstance(m, MoELayer)):
+        bias = torch.zeros(layer.config.num_moe_experts)
+        bias[: layer.num_local_experts] = SKEW
+        gating = layer.router.gating
+        layer.router.gating = lambda hidden, gating=gating, bias=bias: gating(hidden) + bias
+    return chunks
 
 
 def main() -> None:
     """Train with the flags of the command line."""
     args = parse_and_validate_args()
-    tokens = Tokens()
+    tokens = ReplicaTokens()
     model_config = gpt_config_from_args(args)
-    model_config.pre_wrap_hooks.append(tokens.watch)
+    model_config.pre_wrap_hooks.append(skew)
     datasets.is_distributed = True
     config = pretrain_cfg_container_from_args(args, model_config)
     pretrain(config, datasets, ModelType.encoder_or_decoder, forward_step)
-    tokens.report()
+    both = torch.tensor([tokens.all, tokens.of_replicas])
+    dist.all_reduce(both)
+    print(f"tokens: {both[0]} computed, {both[1]} by replicas", flush=True)
 
 
 if __name__ == "__main__":
