@@ -1,9 +1,15 @@
-"""Experts move in rounds. Oracle: places on paper, on which the rounds are carried out one after another."""
+"""Experts move in rounds, piece by piece. Oracle: places on paper, on which the rounds are carried out one after another.
+
+That pieces arrive is seen, bitwise, where optimizers are sharded (`test_optimizers`, `test_rehoming_loops`).
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+
+from megatron_hecate.homes import mover
+from megatron_hecate.homes.exchange import Shard, pieces
 
 pytestmark = pytest.mark.fast
 
@@ -12,16 +18,12 @@ pytestmark = pytest.mark.fast
 def test_rounds_lead_to_the_wanted_order_within_the_bound(
     bound: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_hecate.homes import mover
-
     monkeypatch.setattr(mover, "ROUND_BYTES", 10 * bound)
     for seed in range(100):
         _check_rounds(seed, bound, expert_bytes=10)
 
 
 def _check_rounds(seed: int, bound: int, *, expert_bytes: int) -> None:
-    from megatron_hecate.homes import mover
-
     rng = np.random.default_rng(seed)
     num_ranks, per_rank = int(rng.integers(1, 9)), int(rng.integers(1, 9))
     before, after = (rng.permutation(num_ranks * per_rank) for _ in range(2))
@@ -56,8 +58,12 @@ def _is_one_cycle(moves: list[tuple[int, int]]) -> bool:
 
 def test_small_cycles_share_a_round() -> None:
     """Swaps between four ranks, where each receives one expert: one exchange, not two."""
-    from megatron_hecate.homes import mover
-
     before, after = np.arange(8), np.array([2, 1, 0, 3, 6, 5, 4, 7])
     assert len(list(mover._rounds(before, after, 2, 10))) == 1
     assert not list(mover._rounds(before, before, 2, 10))
+
+
+def test_an_element_that_nobody_keeps_is_named() -> None:
+    message = r"element 3 of Shard\(rank=0, begin=0, end=5\) is on none of"
+    with pytest.raises(ValueError, match=message):
+        pieces([Shard(0, 0, 3), Shard(1, 4, 9)], Shard(0, 0, 5))

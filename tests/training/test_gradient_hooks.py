@@ -128,9 +128,8 @@ def test_gradients_by_autograd_grad() -> None:
         numbers = []
         for step in range(loops.STEPS):
             if hook is not None and step == 2:
-                with pytest.raises(
-                    RuntimeError, match=r"call backward\(\) of the loss instead and read main_grad"
-                ):
+                message = r"call backward\(\) of the loss instead and read main_grad"
+                with pytest.raises(RuntimeError, match=message):
                     torch.autograd.grad(loop.forward(step, 0), loop.parameters)
                 # of some experts, in any way
                 expert = tiny_gpt.moe_layers(loop.chunks)[0].experts.local_experts[1]

@@ -58,9 +58,8 @@ def test_an_error_before_all_has_come_leaves_the_old_homes() -> None:
 
     if dist.get_rank() == 1:
         Relocation.exchange = fails
-    with pytest.raises(
-        (MemoryError, TransferError), match=r"no room|homes of layer 1: moving experts failed"
-    ):
+    message = r"no room|homes of layer 1: moving experts failed"
+    with pytest.raises((MemoryError, TransferError), match=message):
         run.step(3)
     assert not homes_of(run).are_moved
     assert hashes(run) == before
@@ -104,14 +103,12 @@ def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None
             run.step(3)
         with pytest.raises(RuntimeError, match="moved homes"):
             run.chunks[0].state_dict()
-        with pytest.raises(
-            RuntimeError, match="experts are inconsistent; restart from the last checkpoint"
-        ):
+        message = "experts are inconsistent; restart from the last checkpoint"
+        with pytest.raises(RuntimeError, match=message):
             run.step(3)
     else:
-        with pytest.raises(
-            TransferError, match="homes: gathering optimizer states failed on rank 0 of 2"
-        ):
+        message = "homes: gathering optimizer states failed on rank 0 of 2"
+        with pytest.raises(TransferError, match=message):
             run.step(3)
 
 
@@ -171,11 +168,9 @@ def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:
         pytest.raises(KeyboardInterrupt),
     ):
         save(run, shared_folder("interrupted")) if back else run.step(3)
-    with pytest.raises(
-        RuntimeError, match="experts are inconsistent; restart from the last checkpoint"
-    ):
+    message = "experts are inconsistent; restart from the last checkpoint"
+    with pytest.raises(RuntimeError, match=message):
         save(run, shared_folder("checkpoint"))
-    with pytest.raises(
-        RuntimeError, match="experts are inconsistent; restart from the last checkpoint"
-    ):
+    message = "experts are inconsistent; restart from the last checkpoint"
+    with pytest.raises(RuntimeError, match=message):
         run.step(3)

@@ -13,10 +13,7 @@ import types
 
 import checkpoints
 import pytest
-import quantizers_on_cpu
 import tiny_gpt
-import torch
-import torch.distributed as dist
 from layouts import SHARDED
 from quantized import case_of, fuse_wgrad, hook_of, packages
 from quick import quick
@@ -78,60 +75,6 @@ def test_recipes_linear_by_linear() -> None:
         for linear in (twin.linear_fc1, twin.linear_fc2)
     ]
     assert kinds == ["NVFP4Tensor", "MXFP8Tensor"]
-
-
-@pytest.mark.parametrize(
-    "recipe", quick(["mxfp8", "tensorwise", "blockwise", "nvfp4"], ["mxfp8", "tensorwise"])
-)
-@ranks(2, preload=packages)
-def test_replicas_have_the_bytes_of_their_homes(recipe: str) -> None:
-    """After each backward: what is stored, and what a GEMM of the forward or the backward reads of it. And parity.
-
-    With 10 experts both hot ones of a layer are at home on one rank, and the other rank uses both of its slots: GEMMs
-    read what is stored in the second one only where it is aligned.
-    """
-    case = case_of(recipe, dict(experts=10, skew=6.0), stored=True)
-    from megatron_hecate.megatron.stored_weights import StoredWeights
-
-    compared = set()
-
-    def reads(weights: list) -> list:
-        for weight in weights:
-            weight.update_usage(rowwise_usage=True, columnwise_usage=True)
-        return [quantizers_on_cpu.decode(w, columnwise=c) for w in weights for c in (False, True)]
-
-    def compare(chunks: list, index: int) -> None:
-        for layer in tiny_gpt.moe_layers(chunks):
-            state, homes = layer.fssdp, layer.experts.physical.homes()
-            found = [
-                (StoredWeights(expert).tensors(), reads([p.detach() for p in expert]))
-                for expert in homes
-            ]
-            everywhere: list = [None] * dist.get_world_size()
-            dist.all_gather_object(everywhere, found)
-            if state.replicas is None:
-                continue
-            sizes = state.replicas.slots.sizes
-            chunks_here = state.replicas.buffer.chunks(sizes.slots, *sizes.weights)
-            for copy in state.current.transfers.copies:
-                if copy.rank == state.group.rank():
-                    stored, read = everywhere[copy.home][copy.index]
-                    chunk = chunks_here[copy.slot]
-                    assert torch.equal(chunk, torch.cat(stored))
-                    assert all(
-                        map(torch.equal, reads(layer.experts.physical.weights_in(chunk)), read)
-                    )
-                    compared.add((index, state.index, copy.slot))
-
-    stock = tiny_gpt.train(case, hook=fuse_wgrad)
-    ours = tiny_gpt.train(case, hook=hook_of(), before_step=compare)
-    tiny_gpt.assert_trained_alike(stock, ours)
-    steps: list = [None] * dist.get_world_size()
-    dist.all_gather_object(steps, sorted(compared))
-    assert len({index for found in steps for index, _, _ in found}) >= 2, (
-        "replicas of two iterations at least"
-    )
-    assert {slot for found in steps for _, _, slot in found} == {0, 1}, "both slots"
 
 
 @ranks(2, preload="te-blackwell")

@@ -32,9 +32,8 @@ def test_gradients_that_nobody_reduced_are_an_error() -> None:
     with run.chunks[0].no_sync():
         run.call(2, 2)
         # at the end of ``no_sync`` they return
-        with pytest.raises(
-            RuntimeError, match=r"FusedAdam steps while gradients .* finish_grad_sync"
-        ):
+        message = r"FusedAdam steps while gradients .* finish_grad_sync"
+        with pytest.raises(RuntimeError, match=message):
             run.optimizer.step()
 
 
@@ -171,7 +170,6 @@ def test_checkpointing_that_hides_forwards_is_an_error() -> None:
             )
         return chunks
 
-    with pytest.raises(
-        NotImplementedError, match=r"layer \d is recomputed in the backward, .* torch's or Trans"
-    ):
+    message = r"layer \d is recomputed in the backward, .* torch's or Trans"
+    with pytest.raises(NotImplementedError, match=message):
         tiny_gpt.train(case, hook=lambda chunks: checkpointed(hook(chunks)))

@@ -342,7 +342,7 @@ COMPUTED = {
     "nvfp4-recompute-moe": over_te("nvfp4", {}, MOE, "layer homes"),
 }
 STORED = {
-    "mxfp8": over_te("mxfp8", {}, {}, "layer-nvlink homes"),
+    "mxfp8": over_te("mxfp8", {}, {}, "layer-nvlink homes", quick="replicas"),
     "mxfp8-first-layer-bf16-biases": over_te(
         "mxfp8", dict(accumulate=3), layers(3, **FIRST_IN_BF16, **BIAS), "layer"
     ),
