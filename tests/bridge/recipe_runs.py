@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-FREE = str(
-    Path(__file__).parent.parent / "data" / "free_copies.json"
-)  # else no copy pays on so small a model
+# else no copy pays on so small a model
+FREE = str(Path(__file__).parent.parent / "data" / "free_copies.json")
 QWEN3 = "qwen.h100.qwen3_moe:qwen3_30b_a3b_pretrain_8gpu_h100_bf16_config"
 QWEN3_OF_0_4 = "qwen.qwen3_moe:qwen3_30b_a3b_pretrain_config"
 GLM_AIR = "glm.h100.glm45:glm45_air_106b_pretrain_32gpu_h100_bf16_config"

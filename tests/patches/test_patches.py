@@ -16,9 +16,8 @@ from ranks import ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PATCHES = ROOT / "patches"
-SITE = Path(importlib.util.find_spec("megatron.core").origin).parents[
-    2
-]  # the folder that has megatron/
+# the folder that has megatron/
+SITE = Path(importlib.util.find_spec("megatron.core").origin).parents[2]
 FOR_WHEEL = sorted((PATCHES / "core_v0.19.0").glob("*.patch"))
 
 

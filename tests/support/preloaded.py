@@ -26,9 +26,8 @@ SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
 sys.path[:0] = map(str, [ROOT, SUPPORT, *SUPPORT.glob("*/"), ROOT / "examples", ROOT / "bench"])
 
-with contextlib.suppress(
-    ImportError, FileNotFoundError
-):  # in an environment without them, ranks say what they miss
+# in an environment without them, ranks say what they miss
+with contextlib.suppress(ImportError, FileNotFoundError):
     if (packages := os.environ["PRELOADED"]) != "megatron":
         import te_on_cpu
 

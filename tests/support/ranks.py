@@ -31,9 +31,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests stand in for a GPU, also 
 rank_modules.install()
 _context = multiprocessing.get_context("forkserver")
 preloaded = "tests.support.preloaded"  # the module that imports what ranks start with
-_servers: dict[
-    str | None, forkserver.ForkServer
-] = {}  # which fork the ranks, by what they have imported
+# which fork the ranks, by what they have imported
+_servers: dict[str | None, forkserver.ForkServer] = {}
 
 
 @dataclasses.dataclass(frozen=True)

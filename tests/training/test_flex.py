@@ -69,9 +69,8 @@ def test_padding_to_capacity_is_not_recorded_as_tokens() -> None:
     of_ranks: list[Any] = [None, None]
     dist.all_gather_object(of_ranks, rows)
     if dist.get_rank() == 0:
-        every, tokens = (
-            np.array(of_ranks).reshape(2, 3, 2, 2).transpose(3, 1, 2, 0)
-        )  # [T, L, N] each
+        # [T, L, N] each
+        every, tokens = np.array(of_ranks).reshape(2, 3, 2, 2).transpose(3, 1, 2, 0)
         assert (every > tokens).all()
         assert record.rank_load.tolist() == tokens.tolist()
 
@@ -99,9 +98,8 @@ def test_a_budget_of_tokens_per_rank() -> None:
 
     budget = dict(moe_expert_rank_capacity_factor=1.15, use_transformer_engine_op_fuser=True)
     case = _case(flex("hybridep", **budget), grouped=True, accumulate=2)
-    token_dispatcher.get_align_size_for_quantization = lambda config: (
-        16
-    )  # 256 is more than this model's tokens
+    # 256 is more than this model's tokens
+    token_dispatcher.get_align_size_for_quantization = lambda config: 16
     operators_on_cpu.leave_out_empty_rows()
 
     def train(hook: Any) -> tuple[Any, list[int]]:

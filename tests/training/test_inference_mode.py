@@ -83,9 +83,8 @@ def _train(
             evaluate(step)
         if moves and step == steps - 3:
             with mode():
-                run.chunks[
-                    0
-                ].sharded_state_dict()  # a collective, with homes where Megatron built them
+                # a collective, with homes where Megatron built them
+                run.chunks[0].sharded_state_dict()
     run.read_params()
     mode = torch.no_grad
     evaluate(steps)  # dispatchers keep tensors of their last forward

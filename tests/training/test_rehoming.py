@@ -97,9 +97,8 @@ def test_a_record_knows_where_homes_were() -> None:
     assert (figures.after.sum(axis=2) == record.load.sum(axis=2)).all()
     assert (figures.before[..., 0] == record.load[..., :4].sum(axis=2)).all()
     assert np.isfinite(figures.price_ms).all()
-    changed = [
-        int((figures.home[t] != figures.home[t - 1]).sum()) for t in range(1, 8)
-    ]  # the first is Megatron's
+    # the first is Megatron's
+    changed = [int((figures.home[t] != figures.home[t - 1]).sum()) for t in range(1, 8)]
     assert figures.moves == sum(changed) > 0
 
 

@@ -92,9 +92,8 @@ def test_wherever_an_attempt_dies_the_next_one_trains() -> None:
         while (threads := restarts.our_threads()) and time.monotonic() < deadline:
             time.sleep(0.1)
     assert not threads
-    dist.init_process_group(
-        "gloo", store=dist.HashStore(), rank=0, world_size=1
-    )  # which the rank destroys
+    # which the rank destroys
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
 @pytest.mark.slow

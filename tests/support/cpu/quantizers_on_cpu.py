@@ -46,9 +46,8 @@ def install() -> None:
         module = importlib.import_module(
             f"transformer_engine.pytorch.tensor.storage.{stem}_tensor_storage"
         )
-        getattr(module, name).forward = staticmethod(
-            _dequantize
-        )  # TE moves what is not on a GPU there first
+        # TE moves what is not on a GPU there first
+        getattr(module, name).forward = staticmethod(_dequantize)
 
 
 def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | None = None) -> Any:

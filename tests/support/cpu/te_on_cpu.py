@@ -55,9 +55,8 @@ def install(version: str = NEWEST, *, packages: str = "te") -> None:
     sys.modules[export] = tex_on_cpu.Tex(export)
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # TE then loads no libraries of CUDA
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="Detected a PyTorch installation"
-        )  # without the compiled half
+        # without the compiled half
+        warnings.filterwarnings("ignore", message="Detected a PyTorch installation")
         import transformer_engine.common as common
 
         common.load_framework_extension = lambda framework: None

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-GEMMS: list[
-    tuple[str, int, bool]
-] = []  # layout, number of products and accumulate of every grouped GEMM so far
+# layout, number of products and accumulate of every grouped GEMM so far
+GEMMS: list[tuple[str, int, bool]] = []
 
 
 _TYPES = {
@@ -45,9 +44,8 @@ FusedAttnBackend = enum.IntEnum(
     "NVTE_Fused_Attn_Backend",
     {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2},
 )
-FusedAttnBackend.NVTE_F16_max512_seqlen = (
-    0  # older TransformerEngines name it; newer ones check that it is no member
-)
+# older TransformerEngines name it; newer ones check that it is no member
+FusedAttnBackend.NVTE_F16_max512_seqlen = 0
 
 
 class _Missing(type):
@@ -214,9 +212,8 @@ FUNCTIONS: dict[str, Any] = {
     "multi_tensor_scale": multi_tensor_scale,
     "multi_tensor_scale_tensor": multi_tensor_scale,  # by a tensor that stays on the GPU
     "get_num_cublas_streams": lambda: 1,
-    "get_cublasLt_version": lambda: (
-        130200
-    ),  # too old for TE's grouped tensors, whose kernels are not here
+    # too old for TE's grouped tensors, whose kernels are not here
+    "get_cublasLt_version": lambda: 130200,
     "get_cudnn_version": lambda: 91200,
     "get_stream_priority_range": lambda *_: (0, 0),
 }

@@ -179,12 +179,11 @@ def sharpness_aware_by_microbatch(loop: Loop, step: int) -> list[float]:
 
 def calls_at_other_weights(loop: Loop, step: int) -> list[float]:
     """Several schedule calls add up gradients, each at weights of its own; one reduction at the end."""
-    config, losses = get_model_config(loop.chunks[0]), []
-    finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
-    for index in range(2):
-        with loop.scaled(1 + 0.05 * index), loop.chunks[0].no_sync():
-            losses.append(loop.call(10 * step + index, 2))
-    config.finalize_model_grads_func = finalize
+    losses = []
+    with _streaming(loop):
+        for index in range(2):
+            with loop.scaled(1 + 0.05 * index), loop.chunks[0].no_sync():
+                losses.append(loop.call(10 * step + index, 2))
     loop.chunks[0].start_grad_sync()
     return losses
 
@@ -205,24 +204,22 @@ def forgotten_forward_at_other_weights(loop: Loop, step: int) -> list[float]:
     return [backward(loop, step, 0)]
 
 
-def roll_back(loop: Loop, *, reduces: bool) -> list[float]:
-    """Every second batch is bad: its gradients are dropped, reduced or not, and weights shrink."""
+def roll_back(loop: Loop) -> list[float]:
+    """Every second batch is bad: its gradients are dropped, reduced by a schedule or not, and weights shrink."""
     losses = []
     set_calculator(loop.case, None)
     for step in range(2 * STEPS):
         loop.zero()
-        is_bad = step % 2 == 1
-        if reduces:
+        if step % 2 == 0:
+            losses.append(loop.call(step, 2))
+            loop.update()
+            continue
+        if step % 4 == 1:
             losses.append(loop.call(step, 2))
         else:
-            with loop.chunks[0].no_sync() if is_bad else contextlib.nullcontext():
+            with loop.chunks[0].no_sync():
                 losses.append(backward(loop, step, 0))
-        if is_bad:
-            loop.scale(0.97)
-            continue
-        if not reduces:
-            loop.finish()
-        loop.update()
+        loop.scale(0.97)
     return losses
 
 
@@ -249,18 +246,6 @@ def _streaming(loop: Loop) -> Iterator[None]:
     config.no_sync_func, config.finalize_model_grads_func = hooks
 
 
-def streaming(loop: Loop, step: int) -> list[float]:
-    """Every call runs in ``no_sync``, one reduction at the end."""
-    losses = []
-    with _streaming(loop):
-        for call in range(3):
-            with loop.chunks[0].no_sync():
-                losses.append(loop.call(10 * step + call, 2))
-    loop.chunks[0].start_grad_sync()
-    finalize_model_grads(loop.chunks, None)
-    return losses
-
-
 def own_loop(loop: Loop, step: int, *, quiet: str = "none", says: bool = False) -> list[float]:
     """No schedule. ``quiet``: which backwards run in ``no_sync``: none, all, or all but the last.
 
@@ -278,18 +263,6 @@ def own_loop(loop: Loop, step: int, *, quiet: str = "none", says: bool = False) 
         loop.chunks[0].start_grad_sync()
     finalize_model_grads(loop.chunks, None)
     return losses
-
-
-def gradients_scaled_by_hand(loop: Loop, step: int) -> list[float]:
-    """``main_grad`` is scaled inside ``no_sync`` and right after it."""
-    with loop.chunks[0].no_sync():
-        losses = [backward(loop, 50 + step, 0)]
-        for p in loop.parameters:
-            p.main_grad.mul_(0.1)
-        losses.append(backward(loop, 80 + step, 0))
-    for p in loop.parameters:
-        p.main_grad.mul_(0.1)
-    return [*losses, backward(loop, step, 0)]
 
 
 def gradients_of_a_call_scaled_by_hand(loop: Loop, step: int) -> list[float]:
@@ -478,11 +451,9 @@ PATTERNS: dict[str, Pattern] = {
     "calls at other weights, one reduction": by_hand(calls_at_other_weights),
     "two forwards, then two backwards": by_hand(forwards_then_backwards),
     "forgotten forward at other weights": by_hand(forgotten_forward_at_other_weights),
-    "roll back": partial(roll_back, reduces=True),
-    "roll back without reduction": partial(roll_back, reduces=False),
+    "roll back": roll_back,
     "average swapped in": call_and(average_for_evaluation),
     "several calls per step": steps_of(several_calls, announced=8),
-    "NeMo-RL's streaming": steps_of(streaming),
     "own loop": steps_of(own_loop),
     "own loop, no_sync but last": steps_of(partial(own_loop, quiet="but last")),
     "own loop, no_sync for all": steps_of(partial(own_loop, quiet="all")),
@@ -492,7 +463,6 @@ PATTERNS: dict[str, Pattern] = {
     "weights written in forward_step": steps_of(
         partial(weights_change_in_forward_step, how="in place")
     ),
-    "gradients scaled by hand": by_hand(gradients_scaled_by_hand),
     "gradients of a call scaled by hand": steps_of(gradients_of_a_call_scaled_by_hand),
     "zeroed between forward and backward": by_hand(zero_before_backward),
     "critic steps between forward and backward": partial(beside_a_critic, forwards=1),

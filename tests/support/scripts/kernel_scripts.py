@@ -20,9 +20,8 @@ from megatron_hecate.nvlink.program import FAILURE, MAX_STEPS, Memory, Signals, 
 from megatron_hecate.nvlink.schedule import TransferSchedule
 
 WRITE, CHECK, GATHER, REDUCE = range(4)
-GUARD = (
-    256  # bytes between regions that nobody may write, at least; regions begin at multiples of it
-)
+# bytes between regions that nobody may write, at least; regions begin at multiples of it
+GUARD = 256
 PROGRAM = 1 << 16  # bytes set aside for a transfer's program
 # As in kernels/schedule.cuh.
 ITEM = np.dtype(
@@ -107,9 +106,8 @@ class Script:
         self._guards: list[tuple[int, int]] = []  # [begin, end) of what lies between regions
         self.progress, self.arrived = self._region(4 * setup.ranks), self._region(4 * MAX_STEPS)
         self.failure, self.program = self._region(FAILURE.itemsize), self._region(PROGRAM)
-        self.regions: dict[
-            tuple[str, int], list[tuple[int, int]]
-        ] = {}  # offset and elements of each tensor
+        # offset and elements of each tensor
+        self.regions: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for memory, count, dtype, sizes in (
             ("send", setup.experts, torch.bfloat16, (sum(setup.sizes),)),
             ("slot", setup.slots, torch.bfloat16, (sum(setup.sizes),)),
@@ -128,9 +126,8 @@ class Script:
             else allocate(self._end)
         )
         guards = [(begin, end) for begin, end in self._guards if begin > self.program]
-        self._noise: list[
-            list[tuple[int, Tensor]]
-        ] = []  # of each rank: what lies between regions, and where
+        # of each rank: what lies between regions, and where
+        self._noise: list[list[tuple[int, Tensor]]] = []
         for rank in range(setup.ranks):
             noise = torch.randint(
                 256, (self._end,), generator=self._random, dtype=torch.uint8, device=device
