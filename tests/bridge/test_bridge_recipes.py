@@ -11,8 +11,8 @@ import os
 from typing import Any
 
 import bridge_on_cpu
-import moved_homes
 import pytest
+import rehoming_hooks
 import torch
 from ranks import ranks
 from recipe_runs import GLM_AIR, Run, train
@@ -77,12 +77,12 @@ def test_export_of_a_model_in_memory_while_experts_are_elsewhere() -> None:
 
     class Export(Callback):
         def on_train_end(self, context: Any) -> None:
-            elsewhere.append(moved_homes.are_moved(context.model))
+            elsewhere.append(rehoming_hooks.are_moved(context.model))
             hub = AutoBridge.from_hf_config(bridge_on_cpu.model_of_the_hub("Qwen/Qwen3-30B-A3B"))
             weights = hub.export_hf_weights(context.model, cpu=True, show_progress=False)
             exported.append({name: weight.clone() for name, weight in weights})
 
-    moved_homes.find()
+    rehoming_hooks.find()
     stock = train(bridge_on_cpu.recipe("train.train_iters=6"), Export())
     ours = train(bridge_on_cpu.enabled("train.train_iters=6", rehome=2), Export())
     ours.assert_same(stock)

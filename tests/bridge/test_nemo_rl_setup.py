@@ -235,9 +235,9 @@ def batch(step: int) -> Any:
 def run(folder: Path, settings: dict | None, in_parts: bool) -> None:
     """Train in these ranks; results of each are in ``folder``."""
     if settings:
-        import moved_homes
+        import rehoming_hooks
 
-        moved_homes.find()
+        rehoming_hooks.find()
     worker = Worker(folder, settings)
     for index in range(STEPS):
         worker.step(index, in_parts=in_parts)

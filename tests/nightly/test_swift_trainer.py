@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import moved_homes
 import pytest
+import rehoming_hooks
 import tiny_gpt
 import tiny_qwen3_moe
 import torch
@@ -189,12 +189,12 @@ def test_weights_exported_for_a_rollout_and_memory_given_to_it() -> None:
     install()
     from swift.megatron.trainers import utils
 
-    moved_homes.find()
+    rehoming_hooks.find()
     exported: list[dict[str, torch.Tensor]] = []
     moved: list[bool] = []
 
     def roll_out(trainer: Any) -> None:
-        moved.append(moved_homes.are_moved(trainer.unwrapped_models))
+        moved.append(rehoming_hooks.are_moved(trainer.unwrapped_models))
         weights = trainer.bridge.export_weights(trainer.unwrapped_models)
         exported.append({name: weight.clone() for name, weight in weights})
         utils.offload_megatron_model_to_cpu(trainer.wrapped_models)

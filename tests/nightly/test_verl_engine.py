@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import moved_homes
 import pytest
+import rehoming_hooks
 import tiny_gpt
 import tiny_qwen3_moe
 import torch
@@ -214,7 +214,7 @@ def train(actor: Actor, folder: Path) -> tuple[list[dict], list[torch.Tensor], l
         probs.append(data["old_log_probs"])
         metrics = actor.update(data)
         figures.append({name: metrics[name] for name in ("loss", "grad_norm")})
-        moved = moved_homes.are_moved(actor.engine.module)
+        moved = rehoming_hooks.are_moved(actor.engine.module)
         exported.append(actor.export())
     return figures, probs, exported, moved
 
@@ -248,5 +248,5 @@ def test_an_actor(library: str) -> None:
 
 @ranks(2, timeout=300, preload="te")
 def test_weights_exported_while_experts_are_elsewhere() -> None:
-    moved_homes.find()
+    rehoming_hooks.find()
     compare("bridge", rehome=1)

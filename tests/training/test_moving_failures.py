@@ -22,6 +22,7 @@ from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.homes.exchange import Relocation
 
 TIMEOUT = 5
+INCONSISTENT = "experts are inconsistent; restart from the last checkpoint"
 
 
 def about_to_move(**fields: Any) -> Any:
@@ -103,8 +104,7 @@ def test_an_error_while_one_rank_writes_stops_all_before_the_next_step() -> None
             run.step(3)
         with pytest.raises(RuntimeError, match="moved homes"):
             run.chunks[0].state_dict()
-        message = "experts are inconsistent; restart from the last checkpoint"
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises(RuntimeError, match=INCONSISTENT):
             run.step(3)
     else:
         message = "homes: gathering optimizer states failed on rank 0 of 2"
@@ -168,9 +168,7 @@ def test_what_an_interruption_leaves_is_not_saved(back: bool) -> None:
         pytest.raises(KeyboardInterrupt),
     ):
         save(run, shared_folder("interrupted")) if back else run.step(3)
-    message = "experts are inconsistent; restart from the last checkpoint"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=INCONSISTENT):
         save(run, shared_folder("checkpoint"))
-    message = "experts are inconsistent; restart from the last checkpoint"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(RuntimeError, match=INCONSISTENT):
         run.step(3)

@@ -5,6 +5,7 @@ Oracle: stock Megatron, bit for bit; the routing maps its dispatcher is given, c
 
 from __future__ import annotations
 
+import functools
 import os
 import socket
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import variants
 from layout_tables import LAYOUTS
+from layouts import MOE
 from quick import quick
 from ranks import ranks
 from routed_tokens import RoutedTokens, recorded_run
@@ -83,28 +85,24 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
         _check_simulated(routed.folder, layers)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        dict(late_replicas=4, lifetime="layer"),
-        pytest.param(dict(slots=0), marks=pytest.mark.slow),
-        pytest.param(dict(lifetime="layer"), marks=pytest.mark.slow),
-    ],
-    ids=["iteration", "late", "no slots", "recomputed"],
-)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "iteration": {},
+    "late": dict(late_replicas=4, lifetime="layer"),
+    "no slots": dict(slots=0),
+    "recomputed": dict(lifetime="layer"),
+}
+
+
+@pytest.mark.parametrize("name", quick(SETTINGS, ["iteration", "late"]))
 @ranks(4)
-def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) -> None:
+def test_a_run_with_fssdp_records_what_its_layers_did(name: str) -> None:
     """Two machines, by name. Oracle: tokens that each rank's experts are given; where every token starts and is
     computed, from the maps over physical experts; placements read when the optimizer steps."""
-    rank, folder = dist.get_rank(), os.environ["TEST_FOLDER"] + "/run"
+    settings, rank = SETTINGS[name], dist.get_rank()
+    folder = os.environ["TEST_FOLDER"] + "/run"
     socket.gethostname = lambda: f"machine {rank // 2}"
-    recomputed = dict(
-        settings=(("recompute_granularity", "selective"), ("recompute_modules", ["moe"]))
-    )
-    case = tiny_gpt.initialized(
-        ep=4, accumulate=2, skew=3, **(recomputed if settings.get("lifetime") == "layer" else {})
-    )
+    recomputed = MOE if "lifetime" in settings else {}
+    case = tiny_gpt.initialized(ep=4, accumulate=2, skew=3, settings=recomputed)
     hook = tiny_gpt.fssdp_hook(record=folder, **settings)
     # by microbatch and layer: tokens by rank, by expert, crossing
     seen: list = [torch.zeros(2, 2, 4 + 8 + 1, dtype=torch.int64)]
@@ -118,9 +116,9 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
         for i, layer in enumerate(tiny_gpt.moe_layers(chunks)):
             layer.experts.register_forward_pre_hook(lambda _, args, i=i: computed(i, len(args[0])))
             for dispatcher in {layer.fssdp.stock_dispatcher, layer.fssdp.physical_dispatcher}:
-                original = dispatcher.dispatch_preprocess
-                dispatcher.dispatch_preprocess = (
-                    lambda *a, o=original, i=i, s=layer.fssdp, d=dispatcher: sent(i, o, s, d, *a)
+                is_stock = dispatcher is not layer.fssdp.physical_dispatcher
+                dispatcher.dispatch_preprocess = functools.partial(
+                    sent, i, dispatcher.dispatch_preprocess, layer.fssdp, is_stock
                 )
         return chunks
 
@@ -128,23 +126,10 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
         if torch._C._current_graph_task_id() == -1:
             seen[-1][dispatched[i] - 1, i, rank] += tokens
 
-    def sent(
-        i: int,
-        original: Any,
-        state: Any,
-        dispatcher: Any,
-        hidden: Any,
-        routing_map: Any,
-        *rest: Any,
-    ) -> Any:
+    def sent(i: int, original: Any, state: Any, is_stock: bool, *args: Any) -> Any:
+        _, routing_map, *_ = args
         if torch._C._current_graph_task_id() == -1:
-            table = (
-                state.placement.table
-                if dispatcher is state.physical_dispatcher
-                else state.parts.homes_only.table
-            )
-            if dispatcher is not state.physical_dispatcher:
-                table = table[:, :2]
+            table = state.parts.homes_only.table[:, :2] if is_stock else state.placement.table
             counts = seen[-1][dispatched[i], i]
             dispatched[i] += 1
             for physical, tokens in enumerate(routing_map.sum(dim=0).tolist()):
@@ -153,7 +138,7 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
                     counts[4 + table[holder, slot]] += tokens
                 if holder // 2 != rank // 2:
                     counts[12] += tokens
-        return original(hidden, routing_map, *rest)
+        return original(*args)
 
     def before_step(chunks: list, _: int) -> None:
         placed.append(
@@ -167,11 +152,8 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
     dist.all_reduce(of_microbatches)
     total = of_microbatches.sum(dim=1)
     record, slots = recorded_run(run.chunks, folder), settings.get("slots", 2)
-    assert (
-        record.info.mode == "fssdp"
-        and record.info.node == (0, 0, 1, 1)
-        and record.info.slots == slots
-    )
+    info = record.info
+    assert (info.mode, info.node, info.slots) == ("fssdp", (0, 0, 1, 1), slots)
     assert record.iteration.tolist() == [1, 2, 3, 4]
     assert record.rank_load.tolist() == total[:, :, :4].tolist()
     assert record.load.tolist() == total[:, :, 4:12].tolist()
@@ -180,22 +162,16 @@ def test_a_run_with_fssdp_records_what_its_layers_did(settings: dict[str, Any]) 
     assert record.peak.tolist() == routed.amax(dim=3).sum(dim=1).tolist()
     fullest = of_microbatches[..., :4].amax(dim=3).sum(dim=1)
     assert record.computed_peak.tolist() == fullest.tolist()
-    assert (
-        record.peak > total[:, :, 4:12].unflatten(2, (4, 2)).sum(dim=3).amax(dim=2).numpy()
-    ).any()
+    of_iteration = total[:, :, 4:12].unflatten(2, (4, 2)).sum(dim=3).amax(dim=2)
+    assert (record.peak > of_iteration.numpy()).any()
     for t, layers in enumerate(placed):
         for at, (planned, now) in enumerate(layers):
-            recorded = {
-                (e, n)
-                for n, held in enumerate(record.replica[t, at].tolist())
-                for e in held
-                if e >= 0
-            }
+            slots_of = enumerate(record.replica[t, at].tolist())
+            recorded = {(e, n) for n, experts in slots_of for e in experts if e >= 0}
             held = {(e, n) for e, n in np.argwhere(now.holders).tolist() if n != e // 2}
             assert recorded == held
-            assert record.late[t, at] == len(
-                held - {(e, n) for e, n in np.argwhere(planned.holders).tolist()}
-            )
+            late = held - set(map(tuple, np.argwhere(planned.holders).tolist()))
+            assert record.late[t, at] == len(late)
     assert (record.replica >= 0).any() == bool(slots)
     if settings.get("late_replicas"):
         assert record.late.any()

@@ -19,23 +19,24 @@ import tiny_gpt
 import torch
 import torch.distributed as dist
 from layouts import FULL
+from quick import quick
 from ranks import ranks
 from routed_tokens import RoutedTokens, recorded_run
 
 from megatron_hecate import HecateConfig, fssdp
 
+# by whose graphs, and scopes of TransformerEngine's
+GRAPHS: dict[str, tuple[str, ...]] = {
+    "router": ("attn", "moe_router"),
+    "experts": ("moe",),
+    "layer": (),
+    "layer, local": (),
+    "whole iteration": (),
+}
+
 
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    "graphs",
-    [
-        pytest.param("router", marks=pytest.mark.slow),
-        pytest.param("experts", marks=pytest.mark.slow),
-        "layer",
-        pytest.param("layer, local", marks=pytest.mark.slow),
-        pytest.param("whole iteration", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("graphs", quick(GRAPHS, ["layer"]))
 @ranks(2, preload="te")
 def test_graphs_hold_the_counting(graphs: str) -> None:
     """Those of experts, layers and whole iterations are refused by FSSDP. Oracle: the same model observed without
@@ -62,11 +63,8 @@ def test_graphs_hold_the_counting(graphs: str) -> None:
     elif graphs == "layer, local":
         graphed = dataclasses.replace(case, settings=graphs_on_cpu.local(**settings))
     else:
-        scopes = {"router": ("attn", "moe_router"), "experts": ("moe",), "layer": ()}[graphs]
-        graphed = dataclasses.replace(
-            case, settings=graphs_on_cpu.transformer_engine(*scopes, **settings)
-        )
-        train = graphs_on_cpu.train
+        of_scopes = graphs_on_cpu.transformer_engine(*GRAPHS[graphs], **settings)
+        graphed, train = dataclasses.replace(case, settings=of_scopes), graphs_on_cpu.train
     ours = observed(graphed, train)
     graphs_on_cpu.assert_replayed(at_least=1)
     assert tiny_gpt.difference(eager, ours) == tiny_gpt.SAME
@@ -158,28 +156,23 @@ def test_an_optimizer_that_is_none_of_torchs() -> None:
         run.step(step)
         routed.end_step()
     loads, record = routed.loads(10).sum(dim=2), recorded_run(run.chunks, routed.folder)
-    assert (
-        record.iteration.tolist() == list(range(1, 11)) and record.load.tolist() == loads.tolist()
-    )
+    assert record.iteration.tolist() == list(range(1, 11))
+    assert record.load.tolist() == loads.tolist()
+
+
+SHARDED = {"optim_grads_params": dict(ep=1), "optim_grads": {}, "optim": dict(tp=2, etp=1)}
 
 
 @pytest.mark.newest
-@pytest.mark.parametrize(
-    ("sharded", "fields"),
-    [
-        ("optim_grads_params", dict(ep=1)),
-        pytest.param("optim_grads", {}, marks=pytest.mark.slow),
-        pytest.param("optim", dict(tp=2, etp=1), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("sharded", quick(SHARDED, ["optim_grads_params"]))
 @ranks(2)
-def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
+def test_megatron_fsdp(sharded: str) -> None:
     """``--use-megatron-fsdp``, by Megatron's own wrapper, which runs on CPU ranks without a fused scaling of NCCL's."""
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    case = tiny_gpt.initialized(accumulate=2, distributed_optimizer=True, **fields)
+    case = tiny_gpt.initialized(accumulate=2, distributed_optimizer=True, **SHARDED[sharded])
     ddp = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         data_parallel_sharding_strategy=sharded,
@@ -197,14 +190,10 @@ def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
         torch.cuda.current_device = lambda: 0
         wrapped = FullyShardedDataParallel(config, ddp, chunks[0], device=torch.device("cpu"))
         torch.cuda.current_device = lambda: torch.device("cpu")
-        split = {
-            name: getattr(p, "_tensor_parallel_mode", None)
-            for name, p in chunks[0].named_parameters()
-        }
-        config.no_sync_func, config.finalize_model_grads_func = (
-            wrapped.no_sync,
-            finalize_model_grads,
-        )
+        named = chunks[0].named_parameters()
+        split = {name: getattr(p, "_tensor_parallel_mode", None) for name, p in named}
+        config.no_sync_func = wrapped.no_sync
+        config.finalize_model_grads_func = finalize_model_grads
         settings = OptimizerConfig(optimizer="adam", lr=3e-3, use_distributed_optimizer=True)
         optimizer, seen = get_megatron_optimizer(settings, [wrapped]), []
         config.grad_scale_func = optimizer.scale_loss
@@ -215,9 +204,8 @@ def test_megatron_fsdp(sharded: str, fields: dict[str, Any]) -> None:
             if routed:
                 routed.end_step()
             seen += optimizer.step()[:2]
-        params = [
-            getattr(p, "_local_tensor", p).detach().clone() for p in optimizer.get_parameters()
-        ]
+        shards = [getattr(p, "_local_tensor", p) for p in optimizer.get_parameters()]
+        params = [shard.detach().clone() for shard in shards]
         return seen, params, split, chunks
 
     stock = train(None)

@@ -170,25 +170,17 @@ def _expert(name: str, first: int) -> int:
 def test_within_an_iteration() -> None:
     """An error: replicas' gradients of the first microbatches would be lost, or come too early."""
     case = tiny_gpt.initialized(skew=4)
-    for first in (True, False):
-        loop = loops.Loop(case, tiny_gpt.fssdp_hook())
-        experts = [p for name, p in tiny_gpt.named_parameters(loop.chunks) if ".experts." in name]
+    for is_frozen in ([True, False], [False, True]):
+        loop, turns = loops.Loop(case, tiny_gpt.fssdp_hook()), iter(is_frozen)
         for step in range(2):
             loop.zero()
             loop.call(step, 1)
             loop.update()
-        calls = []
 
-        def forward_step(
-            iterator: Any,
-            model: Any,
-            calls: Any = calls,
-            experts: Any = experts,
-            first: Any = first,
-        ) -> Any:
-            for p in experts:
-                p.requires_grad_(bool(calls) is not first)
-            calls.append(1)
+        def forward_step(iterator: Any, model: Any, turns: Any = turns) -> Any:
+            is_trained = not next(turns)
+            for layer in tiny_gpt.moe_layers([model]):
+                layer.experts.requires_grad_(is_trained)
             return tiny_gpt.forward_step(iterator, model, case=case)
 
         loop.zero()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import moved_homes
 import numpy as np
 import pytest
+import rehoming_hooks
 import tiny_gpt
 import torch
 import torch.distributed as dist
@@ -71,7 +71,7 @@ def test_the_homes_that_are_there_already() -> None:
     assert tiny_gpt.difference(stock, ours) == tiny_gpt.SAME
     layer = tiny_gpt.moe_layers(ours.chunks)[0]
     homes = layer.prefetcher.rehoming.homes
-    assert moved_homes.received_bytes == 0 and not homes.are_moved
+    assert rehoming_hooks.received_bytes == 0 and not homes.are_moved
     assert layer.token_dispatcher is layer.fssdp.stock_dispatcher
 
 

@@ -237,22 +237,18 @@ def test_what_is_read_off_the_list() -> None:
         router=types.SimpleNamespace(routing_replay=replay),
         config=types.SimpleNamespace(moe_router_fusion=False),
     )
-    entries = [torch.zeros(1, 2).int() for _ in range(4)]
-    for routes in entries:
-        replay.record(routes)
+    for number in range(4):
+        replay.record(torch.full((1, 2), number).int())
     replay.forward_index = 1
 
     def numbers(most: int) -> list[int]:
-        return [
-            next(i for i, entry in enumerate(entries) if entry is routes)
-            for routes in next_routes(layer, most)
-        ]
+        return [int(routes[0, 0]) for routes in next_routes(layer, most)]
 
     on = dict(ENABLE_ROUTING_REPLAY="1", ROUTING_REPLAY_STAGE="replay_forward")
     with mock.patch.dict(os.environ, on):
         assert replays(layer)
         assert numbers(2) == [1, 2] and numbers(9) == [1, 2, 3]
-        replay.top_indices_list[2] = Lazy(entries[2])
+        replay.top_indices_list[2] = Lazy(replay.top_indices_list[2])
         assert numbers(2) == [1]
         replay.forward_index = 4
         assert numbers(2) == []

@@ -101,21 +101,17 @@ class HybridEPBuffer:
         self,
         *,
         hidden: Tensor,
-        num_of_experts_per_rank: int | None = None,
-        routing_map: Tensor | None = None,
         probs: Tensor | None = None,
-        scaling_factor: Tensor | None = None,
-        num_permuted_tokens: int | None = None,
-        pad_multiple: int | None = None,
         handle: tuple | None = None,
-        non_blocking: bool = False,
+        **sizes: Any,
     ) -> tuple:
-        assert hidden.shape[1] == self.hidden_dim and scaling_factor is None
+        assert hidden.shape[1] == self.hidden_dim and sizes.get("scaling_factor") is None
         if handle is None:
-            num_local = self.num_local_experts
-            assert num_of_experts_per_rank == num_local, "the real one allocates its buffer anew"
-            budget = num_permuted_tokens if non_blocking else None
-            rows = _ByExpert(routing_map, self.group, num_local, budget, pad=pad_multiple or 1)
+            num_local, pad = self.num_local_experts, sizes.get("pad_multiple") or 1
+            is_same = sizes["num_of_experts_per_rank"] == num_local
+            assert is_same, "the real one allocates its buffer anew"
+            budget = sizes["num_permuted_tokens"] if sizes.get("non_blocking") else None
+            rows = _ByExpert(sizes["routing_map"], self.group, num_local, budget, pad=pad)
             handle = (rows, rows.overflow)
         x, weights = handle[0].dispatch(hidden, probs)
         return x, weights, None, handle[0].counts, handle

@@ -611,6 +611,3 @@ def named_parameters(chunks: list) -> list[tuple[str, torch.nn.Parameter]]:
     return [
         (f"{i}.{name}", p) for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
     ]
-
-
-_named = named_parameters  # its name in scripts outside of the tests

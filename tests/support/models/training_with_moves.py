@@ -12,7 +12,6 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import moved_homes
 import pytest
 import rehoming_hooks
 import tiny_gpt
@@ -47,7 +46,7 @@ class MovedHomes:
     case: Any
     stock: Any
     prepare: Hook = list
-    orders: Callable[..., Any] = moved_homes.wanted_at
+    orders: Callable[..., Any] = rehoming_hooks.wanted_at
     tolerance: float = 1e-5
     may_be_back: bool = False
     # all that stock's optimizer keeps
@@ -117,8 +116,8 @@ def restore(trained: Any, *, may_be_back: bool = False) -> None:
     backward left them, under other experts' names, and are not compared."""
     prefetcher = tiny_gpt.moe_layers(trained.chunks)[0].prefetcher
     homes = prefetcher.rehoming.homes
-    received = torch.tensor(moved_homes.received_bytes)
-    moved_homes.received_bytes = 0  # another model may be trained next
+    received = torch.tensor(rehoming_hooks.received_bytes)
+    rehoming_hooks.received_bytes = 0  # another model may be trained next
     dist.all_reduce(received)
     assert received > 0, "nothing has moved, so nothing was tested"
     assert may_be_back or homes.are_moved
