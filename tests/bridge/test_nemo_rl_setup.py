@@ -43,10 +43,7 @@ policy.megatron_cfg.checkpoint.async_save=false policy.megatron_cfg.moe_router_d
 policy.megatron_cfg.use_gloo_process_groups=true +policy.megatron_cfg.transformer_impl=local
 """.split()
 # settings of FSSDP, and whether a step is made of several calls
-CASES = {
-    "train_microbatch": ({}, True),
-    "homes that move": ({"rehome": 1}, False),
-}
+CASES = {"train_microbatch": ({}, True), "homes that move": ({"rehome": 1}, False)}
 # Loggers, a server of vLLM and the transport of batches, which need further packages.
 NOT_USED = (
     "nemo_rl.utils.logger",

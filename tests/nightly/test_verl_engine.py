@@ -135,9 +135,7 @@ class Actor:
         # verl allows 16 bits only, in which rounding may change routes
         vars(engine)["dtype"] = "float32"
         model = HFModelConfig(
-            path=str(folder),
-            load_tokenizer=False,
-            override_config={"attn_implementation": "eager"},
+            path=str(folder), load_tokenizer=False, override_config={"attn_implementation": "eager"}
         )
         model.tokenizer = types.SimpleNamespace(pad_token_id=0)  # all that is read off it
         optimizer = McoreOptimizerConfig(

@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from ranks import ranks
-from stream_order import (
-    Entry,
-    Record,
-    Recordings,
-    Wait,
-    Work,
-    beside,
-    crowds,
-    hazards,
-    play,
-)
+from stream_order import Entry, Record, Recordings, Wait, Work, beside, crowds, hazards, play
 
 pytestmark = pytest.mark.newest
 

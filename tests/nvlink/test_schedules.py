@@ -160,10 +160,7 @@ def _return(copies: Sequence[Copy], domains: Domains, elements: int) -> Played:
         ranks = [copy.rank for copy in copies if (copy.home, copy.index) == (home, i)]
         ranks.sort(key=lambda rank, home=home: ((of[rank] - of[home]) % len(domains), rank))
         for e in range(elements):
-            assert played.cells[home, HOME, i, e] == (
-                ("before", e),
-                *((rank, e) for rank in ranks),
-            )
+            assert played.cells[home, HOME, i, e] == (("before", e), *((rank, e) for rank in ranks))
     return played
 
 

@@ -192,11 +192,7 @@ class Script:
             assert len(data) <= PROGRAM
             if rank in schedule.participants:
                 self._do(
-                    rank,
-                    kind,
-                    at=self.program,
-                    values=torch.from_numpy(data),
-                    number=self._number,
+                    rank, kind, at=self.program, values=torch.from_numpy(data), number=self._number
                 )
         self.begin, self._number = self.begin + schedule.num_steps + 1, self._number + 1
 
