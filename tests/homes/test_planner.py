@@ -151,19 +151,13 @@ def test_an_order_is_a_permutation_and_its_price_is_that_of_its_moves(seed: int)
 def test_the_same_arguments_give_the_same_order_in_any_memory_layout() -> None:
     world, homes = World((0, 0, 0, 0, 1, 1, 1, 1)), Placement.initial(32, 8, num_slots=1)
     cost = CopyCost(near=5.0, far=40.0, hidden=50.0, crossing=3.0)
-    load = (
-        np.random.default_rng(3)
-        .permutation(steep(np.random.default_rng(3), 3, 32).ravel())
-        .reshape(1, 3, 32)
-    )
+    values = steep(np.random.default_rng(3), 3, 32).ravel()
+    load = np.random.default_rng(3).permutation(values).reshape(1, 3, 32)
     load = np.repeat(load, 6, axis=0)
     first = moved(load, homes, world, cost=cost)
     assert (first != plain(homes, 3)).any()
-    for again in (
-        load.astype(np.int32),
-        np.asfortranarray(load),
-        load.astype(np.float64)[:, :, ::-1][:, :, ::-1],
-    ):
+    backwards = load.astype(np.float64)[:, :, ::-1][:, :, ::-1]
+    for again in (load.astype(np.int32), np.asfortranarray(load), backwards):
         np.testing.assert_array_equal(moved(again, homes, world, cost=cost), first)
 
 
@@ -190,11 +184,8 @@ def test_with_one_expert_each_nodes_are_evened_out() -> None:
 
 def test_nothing_moves_unless_it_saves_more_than_it_costs() -> None:
     """From the horizon on at which savings reach twice the seconds of the move, and not below it."""
-    world, homes, load = (
-        World((0, 0)),
-        Placement.initial(4, 2, num_slots=0),
-        np.array([[900, 900, 10, 10]]),
-    )
+    world, homes = World((0, 0)), Placement.initial(4, 2, num_slots=0)
+    load = np.array([[900, 900, 10, 10]])
     price = dict(expert_bytes=1e6, token_seconds=1e-8)
     saved = (1800 - 910) * 1e-8
     most = int(2 * world.speeds.intra.seconds(1e6) / saved)

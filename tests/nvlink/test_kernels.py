@@ -133,17 +133,11 @@ def test_loads_under_way_fill_the_link(cubin: Path) -> None:
     for name, count in (("fssdp_gather", 1), ("fssdp_reduce", 3)):
         found = sass.unrolled(code[name])
         assert len(found) >= count, found
-        assert (
-            min(each.loads for each in found) * sass.VECTOR * launch.THREADS
-            >= launch.UNDER_WAY[name]
-        ), found
-        assert found[0].under_way * sass.VECTOR * launch.THREADS >= 64 << 10, found
+        fewest, in_a_load = min(each.loads for each in found), sass.VECTOR * launch.THREADS
+        assert fewest * in_a_load >= launch.UNDER_WAY[name], found
+        assert found[0].under_way * in_a_load >= 64 << 10, found
         registers, stack = sizes[name]
-        assert -(-registers // 8) * 8 * launch.THREADS * 2 <= 65536 and stack == 0, (
-            name,
-            registers,
-            stack,
-        )
+        assert -(-registers // 8) * 8 * launch.THREADS * 2 <= 65536 and stack == 0, sizes[name]
 
 
 @pytest.mark.newest
@@ -162,12 +156,9 @@ def test_what_peers_write_is_read_anew(cubin: Path) -> None:
             any(re.match(r"MEMBAR\.\w+\.SYS", line) for line in lines[i - 4 : i]) for i in releases
         )
         wide = [line for line in lines if re.match(r"LDG?\..*\.128", line)]
-        assert all(line.startswith("LDG.E.NA.128 ") for line in wide) and bool(wide) == (
-            name != "fssdp_synchronize"
-        )
-        assert not [
-            line for line in lines if ".CONSTANT" in line or line.startswith(("LDL", "STL"))
-        ]
+        assert all(line.startswith("LDG.E.NA.128 ") for line in wide)
+        assert bool(wide) == (name != "fssdp_synchronize")
+        assert not any(".CONSTANT" in line or line.startswith(("LDL", "STL")) for line in lines)
 
 
 @pytest.mark.fast
@@ -175,9 +166,8 @@ def test_as_many_threads_as_the_kernels_are_made_for() -> None:
     """Of a block; a tile is one round of it."""
     (threads,) = re.findall(r"THREADS = (\d+) };", (kernels.SOURCES / "device.cu").read_text())
     (vectors,) = re.findall(r"IN_FLIGHT = (\d+) };", (kernels.SOURCES / "transfer.cuh").read_text())
-    assert (
-        int(threads) == launch.THREADS and int(threads) * int(vectors) * sass.VECTOR == program.TILE
-    )
+    assert int(threads) == launch.THREADS
+    assert int(threads) * int(vectors) * sass.VECTOR == program.TILE
 
 
 @pytest.mark.fast
@@ -198,13 +188,8 @@ def test_nothing_moves_before_the_ranks_have_met(peer_is_here: bool) -> None:
     made = assemble(schedule, memory, signals, begin=3)
     launch.TransferKernels(torch.device("cpu")).run("fssdp_gather", made, ranks=2)
     assert (words[0, 64:114] == (words[1, 64:114] if peer_is_here else 0)).all()
-    assert words[1, 0] == (5 if peer_is_here else 3), (
-        "what this rank tells: it came, and has finished"
-    )
+    # what this rank tells: it came, and has finished
+    assert words[1, 0] == (5 if peer_is_here else 3)
     if not peer_is_here:
-        assert (
-            record["failed"],
-            record["peer"],
-            record["expected"],
-            record["seen"].astype("i4"),
-        ) == (1, 1, 0, -2)
+        said = [record[name].astype("i4") for name in ("failed", "peer", "expected", "seen")]
+        assert said == [1, 1, 0, -2]

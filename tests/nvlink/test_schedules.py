@@ -173,11 +173,8 @@ def test_random_copies(name: str, seeds: range) -> None:
     sizes = tuple(map(len, DOMAINS[name]))
     for seed in seeds:
         rng = np.random.default_rng(seed)
-        experts, slots, fill = (
-            int(rng.integers(1, 4)),
-            int(rng.integers(1, 4)),
-            float(rng.uniform(0.2, 1)),
-        )
+        experts, slots = int(rng.integers(1, 4)), int(rng.integers(1, 4))
+        fill = float(rng.uniform(0.2, 1))
         copies = random_copies(rng, ranks=sum(sizes), slots=slots, experts=experts, fill=fill)
         elements = int(rng.choice([1, GRAIN, 5 * GRAIN + 3]))
         layer = LayerBuffer(slots=slots, elements=elements, dtype=torch.bfloat16, homes=experts)

@@ -22,15 +22,8 @@ FOR_WHEEL = sorted((PATCHES / "core_v0.19.0").glob("*.patch"))
 
 
 def _patch(patch: Path, folder: Path, *options: str) -> str:
-    command = [
-        "patch",
-        "-p1",
-        "--forward",
-        "--batch",
-        f"--directory={folder}",
-        f"--input={patch}",
-        *options,
-    ]
+    places = [f"--directory={folder}", f"--input={patch}"]
+    command = ["patch", "-p1", "--forward", "--batch", *places, *options]
     done = subprocess.run(command, text=True, capture_output=True, timeout=60)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -77,11 +70,7 @@ def _mtp_gradients(folder: Path | None) -> None:
     import tiny_gpt
 
     assert folder is None or Path(megatron.core.__file__).is_relative_to(folder)
-    repeated = (
-        ("mtp_num_layers", 2),
-        ("mtp_use_repeated_layer", True),
-        ("mtp_loss_scaling_factor", 1.0),
-    )
+    repeated = dict(mtp_num_layers=2, mtp_use_repeated_layer=True, mtp_loss_scaling_factor=1.0)
     case = tiny_gpt.initialized(ep=1, grouped=True, settings=repeated)
 
     def fuse(chunks: list) -> list:

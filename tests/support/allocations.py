@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -57,20 +58,14 @@ def buffer_bytes(chunks: list) -> list[int]:
     import tiny_gpt
 
     allocated: list[int] = []
+
+    def counted(allocate: Callable, extra: Callable, size: int, layers: Any, *args: Any) -> Any:
+        allocated.append(size + extra(layers))
+        return allocate(size, layers, *args)
+
     layers = [layer for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")]
-    for transport in {layer.fssdp.transport for layer in layers}:
-
-        def counted(
-            size: int,
-            layers: Any,
-            *args: Any,
-            allocate: Callable = transport.allocate,
-            extra: Callable = transport.extra_bytes,
-        ) -> Any:
-            allocated.append(size + extra(layers))
-            return allocate(size, layers, *args)
-
-        transport.allocate = counted
+    for one in {layer.fssdp.transport for layer in layers}:
+        one.allocate = functools.partial(counted, one.allocate, one.extra_bytes)
     return allocated
 
 

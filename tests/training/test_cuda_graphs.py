@@ -159,13 +159,14 @@ def test_what_graphs_cannot_hold_is_refused() -> None:
     graphs_on_cpu.install()
     tiny_gpt.initialize(tiny_gpt.Case())
     padded = dict(moe_expert_capacity_factor=1.0, moe_pad_expert_input_to_capacity=True)
+    late = dict(late_replicas=2)
     transformer_engine = graphs_on_cpu.transformer_engine
     for model, settings, message in (
         (graphs_on_cpu.full_iteration(), {}, r"cuda_graph_impl='full_iteration': .*_impl=none"),
         (
             transformer_engine("moe", **padded),
             {},
-            r"cuda_graph_impl='transformer_engine': .*--cuda-graph-impl none",
+            r"'transformer_engine': .*--cuda-graph-impl none",
         ),
         (
             transformer_engine(*SCOPES, **padded),
@@ -173,11 +174,7 @@ def test_what_graphs_cannot_hold_is_refused() -> None:
             r"moe_pad_expert_input_to_capacity=True: .*=false or leave out --moe-pad-expert-input",
         ),
         (graphs_on_cpu.local(), {}, r"cuda_graph_impl='local': .*set model.cuda_graph_impl=none"),
-        (
-            transformer_engine(*SCOPES),
-            dict(late_replicas=2),
-            r"moe_fssdp_late_replicas=2: .*or --moe-fssdp-late-replicas 0",
-        ),
+        (transformer_engine(*SCOPES), late, r"late_replicas=2: .*or --moe-fssdp-late-replicas 0"),
     ):
         with pytest.raises(ValueError, match=message):
             tiny_gpt.build(tiny_gpt.Case(settings=model), tiny_gpt.fssdp_hook(**settings))

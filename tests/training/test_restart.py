@@ -66,18 +66,14 @@ def _deaths(*, held: bool, stock: bool, points: list[str], times: int) -> Iterat
 def _check_flat(name: str, first: Any, now: Any) -> None:
     """The threads and groups of the first attempt, and not more than what the point needs."""
     settings = restarts.POINTS[name].settings if name in restarts.POINTS else {}
-    more = [
-        thread for thread in ("fssdp record",) if thread in now.threads and "record" in settings
-    ]
-    expected = [*first.threads, *more]
-    # Observing has no watchdog.
-    if "observe" in settings and "fssdp progress" in expected:
+    expected = [*first.threads]
+    if "record" in settings and "fssdp record" in now.threads:
+        expected.append("fssdp record")
+    if "observe" in settings and "fssdp progress" in expected:  # it has no watchdog
         expected.remove("fssdp progress")
     assert sorted(expected) == now.threads, (name, now.threads)
-    assert now.groups <= first.groups + (name.startswith("while")), (
-        name,
-        now.groups,
-    )  # those in which homes move
+    # more where homes move
+    assert now.groups <= first.groups + name.startswith("while"), (name, now.groups)
 
 
 @ranks(2, timeout=200)
@@ -127,12 +123,9 @@ def _train_disturbed(case: Any, hook: Any) -> tuple[Any, list[tuple[restarts.Lef
         if what == "evaluation":
             run.evaluate(iteration, 1)
         elif what in ("forward", "backward"):
-            is_forward = what == "forward"
-            register = (
-                layer.router.register_forward_hook
-                if is_forward
-                else layer.register_full_backward_hook
-            )
+            register = layer.router.register_forward_hook
+            if what == "backward":
+                register = layer.register_full_backward_hook
             fault = register(restarts.fail)
             with pytest.raises(restarts.DeathError):
                 run.step(iteration, count)

@@ -122,12 +122,10 @@ class HybridEPBuffer:
         return handle[0].combine(hidden, probs)
 
 
-class _Config:
-    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return hidden_bytes * num_ranks
-
-    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        return 0
+_CONFIG = types.SimpleNamespace(
+    get_nvl_buffer_size_hint=lambda hidden_bytes, num_ranks: hidden_bytes * num_ranks,
+    get_rdma_buffer_size_hint=lambda hidden_bytes, num_ranks: 0,
+)
 
 
 class Buffer:
@@ -138,7 +136,7 @@ class Buffer:
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
 
     set_num_sms = staticmethod(lambda new_num_sms: None)
-    get_dispatch_config = get_combine_config = staticmethod(lambda num_ranks: _Config())
+    get_dispatch_config = get_combine_config = staticmethod(lambda num_ranks: _CONFIG)
 
     def get_dispatch_layout(self, topk_idx: Tensor, num_experts: int, **events: Any) -> tuple:
         return None, None, torch.tensor(num_experts), None, None

@@ -55,9 +55,7 @@ def not_in_graphs(owner: Any, name: str) -> None:
     @functools.wraps(original)
     def checked(*args: Any, **kwargs: Any) -> Any:
         if Graph.current is not None:
-            refuse(
-                f"{getattr(owner, '__name__', owner)}.{name} ran inside a capture, and no replay would run it"
-            )
+            refuse(f"{getattr(owner, '__name__', owner)}.{name} ran inside a capture")
         return original(*args, **kwargs)
 
     setattr(owner, name, checked)
@@ -201,10 +199,7 @@ class Graph:
                 works += [result for result in results if isinstance(result, torch.ScriptObject)]
                 for index, place in call.results:
                     if tuple(results[index].shape) != place.size:
-                        refuse(
-                            f"the shape {tuple(results[index].shape)} was {place.size} in the capture",
-                            call.what,
-                        )
+                        refuse(f"another shape than in the capture, {place.size}", call.what)
                     tensor(place).copy_(results[index])
             _wait(works)
         self.replays += 1
@@ -215,10 +210,7 @@ class Graph:
         for key, (reference, address, what) in self._outside.items():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
-                refuse(
-                    "memory that a graph uses was freed: replays would use whatever lies there then",
-                    what,
-                )
+                refuse("memory that a graph uses was freed", what)
             if storage.data_ptr() != address:
                 refuse("memory that a graph uses moved", what)
             storages[key] = storage
@@ -248,9 +240,7 @@ class Graph:
         else:
             _check(name, op, args, kwargs)
         if any(t.dim() for t in host):
-            refuse(
-                f"{op} copies a tensor made of Python data to the device, which waits for the host"
-            )
+            refuse(f"{op} copies a tensor made of Python data to the device")
         self.streams.work()
         before = {_key(t) for t in inputs}
         for t in inputs if collective else written(op, args, kwargs):
@@ -379,12 +369,10 @@ class _Python(TorchFunctionMode):
         made = func(*args, **kwargs)
         if func in _OF_PYTHON_DATA and not isinstance(args[0] if args else None, Tensor):
             if kwargs.get("device") not in (None, "cpu"):
-                refuse(
-                    f"{func.__name__} copies Python data to the device, which waits for the host"
-                )
+                refuse(f"{func.__name__} copies Python data to the device")
             self.graph.keep_on_host(made)
         elif func is torch.Tensor.new_tensor:
-            refuse("new_tensor copies Python data to the device, which waits for the host")
+            refuse("new_tensor copies Python data to the device")
         return made
 
 

@@ -48,11 +48,8 @@ def _offload_from_cpu(hybrid: type) -> None:
     """It tells what is on the host by ``is_cuda``: let all be on a GPU but what it has pinned."""
     import torch
 
-    split, clone, as_fp32 = (
-        hybrid._get_sub_optimizer_param_groups,
-        torch.Tensor.clone,
-        torch.Tensor.float,
-    )
+    split = hybrid._get_sub_optimizer_param_groups
+    clone, as_fp32 = torch.Tensor.clone, torch.Tensor.float
 
     def split_as_on_gpu(optimizer: Any, fraction: float) -> tuple:
         on_host: dict[int, torch.Tensor] = {}  # by address, which stays theirs while they are here

@@ -143,9 +143,7 @@ class StreamOrder:
     def work(self) -> None:
         stream = torch.cuda.current_stream()
         if stream not in self.seen:
-            refuse(
-                "work on a stream that has not joined the capture: no replay would do it, its memory is not the pool's"
-            )
+            refuse("work on a stream that has not joined the capture")
         self.last[stream] = self.seen[stream][stream] = self.last.get(stream, 0) + 1
 
     def recorded(self, stream: Any) -> dict[Any, int] | None:
@@ -164,10 +162,7 @@ class StreamOrder:
     def assert_joined(self) -> None:
         for stream, number in self.last.items():
             if self.seen[self.origin].get(stream, 0) < number:
-                refuse(
-                    f"{stream} joined the capture, and nothing waited for its last work",
-                    "the end of the capture",
-                )
+                refuse(f"nothing waited for its last work: {stream}", "the end of the capture")
 
 
 DEFAULT = Stream()

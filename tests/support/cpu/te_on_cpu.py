@@ -95,10 +95,8 @@ def _take_cpu_tensors() -> None:
     """TE's modules refuse to be made without a GPU, and inputs that are not on one at the start of a forward."""
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-    init, prepare = (
-        TransformerEngineBaseModule.__init__,
-        TransformerEngineBaseModule.prepare_forward,
-    )
+    base = TransformerEngineBaseModule
+    init, prepare = base.__init__, base.prepare_forward
 
     def init_on_cpu(module: Any, *args: Any, **kwargs: Any) -> None:
         with unittest.mock.patch.object(torch.cuda, "is_available", lambda: True):
@@ -111,8 +109,7 @@ def _take_cpu_tensors() -> None:
         is_context = hasattr(prepared, "__enter__") and not isinstance(prepared, torch.Tensor)
         return _entered_as_cuda(prepared) if is_context else prepared
 
-    TransformerEngineBaseModule.__init__ = init_on_cpu
-    TransformerEngineBaseModule.prepare_forward = prepare_forward
+    base.__init__, base.prepare_forward = init_on_cpu, prepare_forward
 
 
 @contextlib.contextmanager

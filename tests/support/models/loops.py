@@ -8,6 +8,7 @@ log-probability passes, reference weights copied in and out), sharpness-aware mi
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -152,11 +153,8 @@ def forward_without_backward(loop: Loop, step: int) -> None:
 
 
 def load_own_weights(loop: Loop) -> None:
-    state = {
-        k: v.clone() if torch.is_tensor(v) else v
-        for k, v in loop.chunks[0].module.state_dict().items()
-    }
-    loop.chunks[0].module.load_state_dict(state)
+    module = loop.chunks[0].module
+    module.load_state_dict(copy.deepcopy(module.state_dict()))
 
 
 def backward(loop: Loop, step: int, index: int, *, scale: float = 1.0) -> float:
@@ -484,20 +482,15 @@ ONLY_WITH_LIFETIME_LAYER = {
 }
 
 
-def train_pattern(
-    case: tiny_gpt.Case, pattern: Pattern, hook: Any
-) -> tuple[list[float], dict, int]:
+def train_pattern(case: tiny_gpt.Case, pattern: Pattern, hook: Any) -> tuple:
     """Losses, parameters, and the tokens that replicas computed on all ranks."""
     computed = torch.zeros(1)
     loop = Loop(case, hook and tiny_gpt.counting_hook(hook, computed))
     losses = pattern(loop)
     loop.gather()
     dist.all_reduce(computed)
-    return (
-        losses,
-        {n: p.detach().clone() for n, p in tiny_gpt.named_parameters(loop.chunks)},
-        int(computed),
-    )
+    params = {n: p.detach().clone() for n, p in tiny_gpt.named_parameters(loop.chunks)}
+    return losses, params, int(computed)
 
 
 def assert_equal(stock: tuple, ours: tuple, name: str) -> None:

@@ -14,10 +14,8 @@ def some_homes(
     rng: np.random.Generator, *, most_ranks: int = 12, most_experts: int = 30, most_slots: int = 3
 ) -> Placement:
     """Uneven homes in any slots, ranks without a home among them, and up to ``most_slots`` free slots and more."""
-    num_ranks, num_experts = (
-        int(rng.integers(1, most_ranks + 1)),
-        int(rng.integers(1, most_experts + 1)),
-    )
+    num_ranks = int(rng.integers(1, most_ranks + 1))
+    num_experts = int(rng.integers(1, most_experts + 1))
     home = rng.integers(0, num_ranks, num_experts)
     count = np.bincount(home, minlength=num_ranks)
     table = np.full((num_ranks, int(count.max()) + int(rng.integers(0, most_slots + 1))), EMPTY)
@@ -60,13 +58,10 @@ def some_load(rng: np.random.Generator, num_experts: int, *, tokens: int = 100_0
         return (rng.dirichlet(np.full(num_experts, 0.3)) * tokens).astype(np.int64)
     load = np.zeros(num_experts, np.int64)
     load[rng.integers(num_experts)] = tokens
-    return (
-        load
-        if kind == 2
-        else np.where(
-            rng.random(num_experts) < 0.2, rng.integers(0, tokens, num_experts), load // 7
-        )
-    )
+    if kind == 2:
+        return load
+    few = rng.random(num_experts) < 0.2
+    return np.where(few, rng.integers(0, tokens, num_experts), load // 7)
 
 
 def chain(num_ranks: int) -> Placement:

@@ -53,10 +53,9 @@ def case_of(
         settings["fp8_param"] = True
         optimizer["fp8_recipe"] = name
         if fields.get("distributed_optimizer"):
-            ddp["fp8_param_gather"] = True
-            ddp["reuse_grad_buf_for_mxfp8_param_ag"] = optimizer[
-                "reuse_grad_buf_for_mxfp8_param_ag"
-            ] = name == "mxfp8"
+            reuses = dict(reuse_grad_buf_for_mxfp8_param_ag=name == "mxfp8")
+            ddp |= dict(reuses, fp8_param_gather=True)
+            optimizer |= reuses
     return tiny_gpt.initialized(
         grouped=True, **fields, settings=settings, ddp=ddp, optimizer=optimizer
     )

@@ -12,15 +12,8 @@ import numpy as np
 from megatron_hecate.record.run_folder import RunInfo
 from megatron_hecate.record.run_writer import RunWriter
 
-SHAPE = dict(
-    expert_bytes=9.4e6,
-    grad_bytes=1.9e7,
-    token_bytes=4096,
-    token_flops=9.4e6,
-    microbatches=4,
-    hidden_seconds=1e-3,
-)
-SHAPE |= dict(fetches=1, returns=1)
+SHAPE = dict(expert_bytes=9.4e6, grad_bytes=1.9e7, token_bytes=4096, token_flops=9.4e6)
+SHAPE |= dict(microbatches=4, hidden_seconds=1e-3, fetches=1, returns=1)
 SPEEDS = dict(
     intra=dict(bandwidth=3.6e11, latency=5e-6),
     inter=dict(bandwidth=4.5e10, latency=1e-5),
@@ -47,11 +40,8 @@ def arrays(size: Size, *, seed: int = 0, fssdp: bool = True) -> dict[str, np.nda
     """Columns of a record."""
     rng = np.random.default_rng(seed)
     drift = np.cumsum(rng.normal(0, 0.02, (size.num, size.layers, size.experts)), axis=0)
-    logits = (
-        size.skew
-        * rng.normal(0, 1, (1, size.layers, size.experts))
-        * np.linspace(1, 0.4, size.layers)[:, None]
-    )
+    logits = size.skew * rng.normal(0, 1, (1, size.layers, size.experts))
+    logits *= np.linspace(1, 0.4, size.layers)[:, None]
     share = np.exp(logits + drift)
     load = np.rint(size.tokens * share / share.sum(axis=2, keepdims=True)).astype(np.int64)
     found: dict[str, Any] = {"iteration": np.arange(1, size.num + 1), "load": load}
@@ -70,14 +60,11 @@ def arrays(size: Size, *, seed: int = 0, fssdp: bool = True) -> dict[str, np.nda
             replica[t, layer, rank, : len(away)] = away
         fair = np.zeros(size.ranks)
         for expert in range(size.experts):
-            holders = [
-                expert // per_rank,
-                *np.nonzero((replica[t, layer] == expert).any(axis=1))[0],
-            ]
+            elsewhere = np.nonzero((replica[t, layer] == expert).any(axis=1))[0]
+            holders = [expert // per_rank, *elsewhere]
             fair[holders] += load[t, layer, expert] / len(holders)
-        rank_load[t, layer] = np.diff(
-            np.rint(np.concatenate([[0], np.cumsum(fair)])).astype(np.int64)
-        )
+        ends = np.rint(np.cumsum(fair)).astype(np.int64)
+        rank_load[t, layer] = np.diff(ends, prepend=0)
     late = (replica >= 0).any(axis=(2, 3)) * rng.integers(0, 2, (size.num, size.layers))
     window = rng.uniform(1e-4, 3e-4, (size.num, size.layers))  # seconds
     window[2::3] = np.nan  # not yet measured

@@ -13,13 +13,7 @@ from megatron_hecate.routing.reroute import Rerouter
 from megatron_hecate.routing.tables import GroupShape
 from megatron_hecate.tools.quotas import quotas_of_all
 
-TOKENS = 50
-
-EXPERTS = 8
-
-RANKS = 4
-
-TOP = 3
+TOKENS, EXPERTS, RANKS, TOP = 50, 8, 4, 3
 
 
 def some_placement(rng: np.random.Generator, seed: int) -> Any:

@@ -84,9 +84,8 @@ def left() -> Left:
             storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
         if str(kind.__module__).startswith("megatron_hecate."):
             objects[kind.__name__] = objects.get(kind.__name__, 0) + 1
-    return Left(
-        threads, groups, len(list(Path("/proc/self/fd").iterdir())), objects, sum(storages.values())
-    )
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    return Left(threads, groups, files, objects, sum(storages.values()))
 
 
 def our_threads() -> list[str]:
@@ -219,8 +218,6 @@ def hook_of(point: Point) -> Hook:
     settings = dict(point.settings)
     if "record" in settings:
         settings["record"] = f"{os.environ['TEST_FOLDER']}/{settings['record']}"
-    return (
-        fssdp(HecateConfig(**settings))
-        if "observe" in settings
-        else tiny_gpt.fssdp_hook(**settings)
-    )
+    if "observe" in settings:
+        return fssdp(HecateConfig(**settings))
+    return tiny_gpt.fssdp_hook(**settings)

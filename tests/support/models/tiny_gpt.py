@@ -243,11 +243,9 @@ def _grouped_experts(wanted: bool) -> Iterator[None]:
 
 def install_fused_wgrad() -> None:
     """Gradient-accumulation fusion without apex; Megatron looked for it when it was imported."""
-    module = use_plain_wgrad()
-    tensor_parallel.layers._grad_accum_fusion_available = True
-    tensor_parallel.layers.fused_weight_gradient_mlp_cuda = utils.fused_weight_gradient_mlp_cuda = (
-        module
-    )
+    layers = tensor_parallel.layers
+    layers._grad_accum_fusion_available = True
+    layers.fused_weight_gradient_mlp_cuda = utils.fused_weight_gradient_mlp_cuda = use_plain_wgrad()
 
 
 def fssdp_hook(**settings: Any) -> Callable[[list], list]:

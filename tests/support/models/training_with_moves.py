@@ -137,9 +137,8 @@ def optimizer_values(optimizer: Any) -> dict[str, Tensor]:
                 if isinstance(value, Tensor):
                     # of the main parameter, below the parameter's own bits
                     is_remainder = value.dtype is torch.int16
-                    values[f"{i}.{j}.{name}"] = (
-                        join(p, value) if is_remainder else value.detach().clone()
-                    )
+                    value = join(p, value) if is_remainder else value.detach().clone()
+                    values[f"{i}.{j}.{name}"] = value
     return values
 
 

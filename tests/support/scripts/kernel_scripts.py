@@ -74,11 +74,6 @@ class Operation(NamedTuple):
     data: Tensor
     number: int
 
-    @property
-    def program(self) -> np.ndarray:
-        """The data of a transfer, which the host reads."""
-        return self.data.numpy()
-
 
 class Script:
     """Regions of memory, the same on every rank, and what each rank does, one after the other.
@@ -120,11 +115,9 @@ class Script:
                 self.regions[memory, i] = [
                     (self._region(n * dtype.itemsize + shift) + shift, n) for n in sizes
                 ]
-        self.bases = (
-            [(rank + 1) << 40 for rank in range(setup.ranks)]
-            if allocate is None
-            else allocate(self._end)
-        )
+        self.bases: Sequence[int] = [(rank + 1) << 40 for rank in range(setup.ranks)]
+        if allocate is not None:
+            self.bases = allocate(self._end)
         guards = [(begin, end) for begin, end in self._guards if begin > self.program]
         # of each rank: what lies between regions, and where
         self._noise: list[list[tuple[int, Tensor]]] = []

@@ -72,7 +72,7 @@ class VirtualRanks:
             rank = max(r for r, base in enumerate(self.script.bases) if base <= op.address)
             begin = op.address - self.script.bases[rank]
             self._memory[rank, begin : begin + len(op.data)].copy_(op.data)
-        headers = np.concatenate([op.program[: TRANSFER.itemsize] for op in operations])
+        headers = np.concatenate([op.data.numpy()[: TRANSFER.itemsize] for op in operations])
         at = torch.empty(len(headers), dtype=torch.uint8, device=self._memory.device)
         # Items and sources lie at offsets from their own header.
         for number, header in enumerate(headers.view(TRANSFER)):
@@ -99,19 +99,9 @@ class VirtualRanks:
         stream = torch.cuda.current_stream().cuda_stream
         first = ctypes.c_void_p(headers.data_ptr())
         arguments = (ctypes.c_void_p * 1)(ctypes.addressof(first))
-        driver.call(
-            "cuLaunchCooperativeKernel",
-            function,
-            blocks,
-            ranks,
-            1,
-            threads,
-            1,
-            1,
-            0,
-            stream,
-            ctypes.addressof(arguments),
-        )
+        sizes = (blocks, ranks, 1, threads, 1, 1, 0)
+        end = (stream, ctypes.addressof(arguments))
+        driver.call("cuLaunchCooperativeKernel", function, *sizes, *end)
         torch.cuda.synchronize()
 
 
