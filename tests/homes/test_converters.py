@@ -1,6 +1,6 @@
 """Which methods of libraries homes need before they move. Oracle: literal messages.
 
-That homes are back before weights are read is shown in `test_moved_checkpoint`.
+That homes are back before weights are read is shown in `test_checkpoint`.
 """
 
 from __future__ import annotations
