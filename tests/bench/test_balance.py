@@ -48,10 +48,6 @@ def test_synthetic_loads_are_what_they_say() -> None:
     assert set(np.argsort(-change)[:3].tolist()) == {9, 19, 29}
 
 
-def run(trace: Path, *more: str) -> list[dict]:
-    return balance.main(["--trace", str(trace), "--per-node", "4", "--slots", "1", *more])
-
-
 def test_the_figures_are_those_of_the_plans(trace) -> None:
     command = ["--trace", str(trace), "--per-node", "4", "--slots", "1", "--ranks", "8"]
     (case,) = balance._arguments(command).cases
@@ -89,9 +85,9 @@ def test_the_figures_are_those_of_the_plans(trace) -> None:
 
 
 def test_the_same_command_twice(trace, capsys) -> None:
-    runs = []
+    runs, command = [], ["--trace", str(trace), "--per-node", "4", "--slots", "1"]
     for _ in range(2):
-        rows = run(trace, "--ranks", "4,16")
+        rows = balance.main([*command, "--ranks", "4,16"])
         runs.append([{k: v for k, v in row.items() if k not in TIMING} for row in rows])
     assert runs[0] == runs[1] and len(runs[0]) == 2 * len(find_planners())
     table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]

@@ -5,6 +5,7 @@ Oracles: shares of popularities summed by rank; columns of the printed tables.
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from node_routes import EVEN, Popularity, imbalance
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,9 +87,6 @@ def test_ranks_that_take_turns_are_not_timed(
     monkeypatch: pytest.MonkeyPatch, multiprocessors: int, is_refused: bool
 ) -> None:
     """What torch reported of 8 ranks of an H200, with MPS and without (132, a whole GPU's)."""
-    import contextlib
-
-    import torch
     from node_models import check_shares
 
     properties = SimpleNamespace(multi_processor_count=multiprocessors, major=9)

@@ -43,52 +43,40 @@ NAMES = {
 }
 EP = {"Process Group Name": "7", "Process Group Description": "EXPERT_MODEL_PARALLEL_GROUP"}
 OURS = {"Process Group Name": "9f", "Process Group Description": "fssdp transfers"}
-CALLS: dict[str, dict[str, Any]] = {
-    "token all-to-all": {"Collective name": "all_to_allv", "dtype": "BFloat16", **EP},
-    "gather of loads": {"Collective name": "_allgather_base", "dtype": "Int", **EP},
-    "other collectives": {"Collective name": "_allgather_base", "dtype": "BFloat16", **EP},
-}
+ALL_TO_ALL = {"Collective name": "all_to_allv", "dtype": "BFloat16", **EP}
 
 
 @dataclasses.dataclass
 class Rank:
-    """A trace file to be, in whole microseconds of the machine's clock.
-
-    Args:
-        base: ``baseTimeNanoseconds`` in microseconds.
-    """
+    """A trace file to be, in whole microseconds of the machine's clock."""
 
     begin: int
     end: int
-    base: int = 0
     events: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.host("step", self.begin, self.end)
 
-    def _add(self, cat: str, name: str, begin: int, end: int, **args: Any) -> None:
-        event = {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "args": args}
-        self.events.append({**event, "ts": begin - self.base, "dur": end - begin})
-
     def host(
         self, name: str, begin: int, end: int, cat: str = "user_annotation", **args: Any
     ) -> None:
-        self._add(cat, name, begin, end, **args)
+        event = {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "args": args}
+        self.events.append({**event, "ts": begin, "dur": end - begin})
 
     def gpu(
         self, name: str, begin: int, end: int, launched: int | None = None, **args: Any
     ) -> None:
         number = len(self.events)
         cat = f"gpu_{name[:6].lower()}" if name.startswith("Mem") else "kernel"
-        self._add(cat, name, begin, end, correlation=number, stream=7, **args)
+        self.host(name, begin, end, cat, correlation=number, stream=7, **args)
         start = begin if launched is None else launched
-        self._add("cuda_runtime", "cudaLaunchKernel", start, start + 1, correlation=number)
+        self.host("cudaLaunchKernel", start, start + 1, "cuda_runtime", correlation=number)
         # Another thread, such as that of the backward, is in no span.
         if launched is None:
             self.events[-1]["tid"] = 2
 
     def text(self) -> str:
-        header = {"schemaVersion": 1, "baseTimeNanoseconds": self.base * 1000}
+        header = {"schemaVersion": 1, "baseTimeNanoseconds": 0}
         # Kineto writes numbers with three decimals, and other kinds of events too.
         others = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]
         others += [
@@ -135,11 +123,11 @@ def test_messages_of_a_transfer_are_no_all_to_all(tmp_path: Path) -> None:
         rank.host("record_param_comms", 30, 31, "cpu_op", **{"Collective name": "recv", **OURS})
         rank.host("record_param_comms", 32, 33, "cpu_op", **{"Collective name": "wait", **EP})
         rank.gpu(kernel, 40, 41, launched=34)
-        rank.gpu(kernel, 50, 52, launched=50, **CALLS["token all-to-all"])
+        rank.gpu(kernel, 50, 52, launched=50, **ALL_TO_ALL)
         rank.host("fssdp/spRS start 3", 58, 60)
         rank.gpu("void at::native::CUDAFunctor_add<float>", 60, 65, launched=59)
         homes = {"Process Group Description": "fssdp homes", "Process Group Name": "h"}
-        rank.gpu(kernel, 70, 78, **{**CALLS["token all-to-all"], **homes})
+        rank.gpu(kernel, 70, 78, **{**ALL_TO_ALL, **homes})
     first, second = rank_times(traces_of(ranks, tmp_path))
     expected = {
         "step": 100,
@@ -188,7 +176,7 @@ def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
 def test_an_empty_description_is_read(tmp_path: Path) -> None:
     """Kineto writes nothing at all for an empty text."""
     rank = Rank(0, 100)
-    call = {**CALLS["token all-to-all"], "Process Group Description": ""}
+    call = {**ALL_TO_ALL, "Process Group Description": ""}
     rank.gpu("ncclDevKernel_SendRecv", 10, 20, **call)
     path = tmp_path / "a-rank0.json"
     path.write_text(rank.text().replace('Description": ""', 'Description": '))
@@ -198,7 +186,7 @@ def test_an_empty_description_is_read(tmp_path: Path) -> None:
 def test_ranks_that_do_not_fit_are_named(tmp_path: Path) -> None:
     twice, once = Rank(0, 100), Rank(0, 100)
     for begin, rank in ((10, twice), (20, twice), (10, once)):
-        rank.gpu("ncclDevKernel_SendRecv", begin, begin + 5, **CALLS["token all-to-all"])
+        rank.gpu("ncclDevKernel_SendRecv", begin, begin + 5, **ALL_TO_ALL)
     message = r"all_to_allv of process group 7: 1 in stock-rank1.json.gz, 2 in stock-rank0.json.gz"
     with pytest.raises(ValueError, match=message):
         where_time_goes(traces_of([twice, once], tmp_path))

@@ -17,6 +17,7 @@ from typing import Any
 
 import launch_flags
 import pytest
+import torch
 from pretraining import ROOT
 
 from megatron_hecate.switch_on import unsupported
@@ -51,7 +52,6 @@ def check(cli: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def judged(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> Any:
     """Lines of the job's switch-on about arguments that stock Megatron has validated."""
-    import torch
     from megatron.training import arguments
 
     gpu = SimpleNamespace(major=10, minor=0)
