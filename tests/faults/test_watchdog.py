@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import tiny_gpt
 import torch.distributed as dist
 from ranks import ranks
 
@@ -57,22 +58,8 @@ def _lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if "made no progress" in line]
 
 
-def _when_reported(read: Callable[[int], str], reporter: int, act: Callable[[], None]) -> None:
-    """Call ``act`` in a thread, once ``reporter`` has said a line."""
-
-    def watch() -> None:
-        deadline = time.monotonic() + 30
-        while not _lines(read(reporter)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        act()
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def _train(case: Any) -> Any:
     """Two steps of a model whose ranks have no replicas: only Megatron's own collectives wait."""
-    import tiny_gpt
-
     return tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=0, timeout=TIMEOUT))
 
 
@@ -102,15 +89,9 @@ def _check_line(text: str, at: str, behind: str) -> re.Match:
 def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
     """Rank 2 stops as a process (SIGSTOP) between attention and router of layer 2, in the third iteration; then its
     data loader hangs, in the fifth. In between it is slow, but moves."""
-    import tiny_gpt
-
+    read = _start_over_tcp()
     case = tiny_gpt.initialized(ep=3, experts=6)
     stock = tiny_gpt.train(case, steps=5)
-    read = _start_over_tcp()
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    tiny_gpt.initialize(case)
     rank, folder = dist.get_rank(), Path(os.environ["TEST_FOLDER"])
     (folder / f"pid{rank}").write_text(str(os.getpid()))
     ours = _train(case)
@@ -123,9 +104,13 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
             os.kill(os.getpid(), signal.SIGSTOP)
 
     hook = layer.router.register_forward_pre_hook(stop)
+
+    def wake() -> None:
+        _until_reported(read, "3, layer 2")
+        os.kill(int((folder / "pid2").read_text()), signal.SIGCONT)
+
     if rank == 0:
-        stopped = int((folder / "pid2").read_text())
-        _when_reported(read, 0, lambda: os.kill(stopped, signal.SIGCONT))
+        threading.Thread(target=wake, daemon=True).start()
     began = time.time()
     ours.step(2)
     hook.remove()
@@ -166,14 +151,8 @@ def test_a_stopped_rank_is_named_and_training_goes_on() -> None:
 def test_a_rank_that_hangs_in_its_backward_is_named() -> None:
     """It lives, and hangs in turn before its backward begins, in the backward of experts and of the embedding, and in
     the forward of experts: all ranks have then come through the same routers and dispatches."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized(ep=3, experts=6)
     read = _start_over_tcp()
-    from megatron.core import parallel_state
-
-    parallel_state.destroy_model_parallel()
-    tiny_gpt.initialize(case)
+    case = tiny_gpt.initialized(ep=3, experts=6)
     ours = _train(case)
     model, iteration, waits = ours.chunks[0].module, 2, ""
 
