@@ -90,16 +90,13 @@ def _gpu_of(
         pytest.param((9, 0), 132, 16, 32, id="H100"),
         pytest.param((8, 0), 108, 11, 22, id="A100"),
         pytest.param((10, 0), 148, 32, 64, id="B200"),
-        pytest.param((9, 0), 114, 14, 28, id="H100 PCIe"),
         pytest.param((12, 0), 188, 32, 64, id="newer, and larger"),
         pytest.param((9, 0), 66, 8, 16, id="half of an H100"),
-        pytest.param((9, 0), 32, 4, 8, id="2g of an H100"),
         pytest.param((9, 0), 16, 2, 4, id="1g of an H100"),
         pytest.param((8, 0), 14, 2, 3, id="1g of an A100"),
         pytest.param((10, 0), 8, 2, 4, id="5 % of a B200 by MPS"),
         pytest.param((9, 0), 8, 1, 2, id="6 % by MPS"),
         pytest.param((9, 0), 7, None, None, id="5 % by MPS"),
-        pytest.param((9, 0), 1, None, None, id="one"),
     ],
 )
 def test_blocks_fill_the_link_and_run_at_once(

@@ -6,15 +6,18 @@ trained.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import checkpoints
 import psutil
 import pytest
 import restarts
@@ -26,7 +29,7 @@ from rehoming_hooks import rehoming_hook
 from megatron_hecate.faults import attempt
 
 ATTEMPTS = 3
-ITERATIONS = 60  # of the long run
+ITERATIONS = 40  # of each attempt of the long run
 DISTURBANCES = ("none", "forward", "backward", "evaluation", "microbatches")
 
 
@@ -110,14 +113,33 @@ def test_three_attempts_at_each_point() -> None:
     assert growth[1] <= 1.05 * growth[0], growth
 
 
-def _train_disturbed(case: Any, hook: Any) -> tuple[Any, list[tuple[restarts.Left, int]]]:
-    """Train, with disturbances that a seed decides; the run, and what this process held after 10 iterations and after
-    all of them, with its resident bytes."""
-    choose, held = random.Random(7), []
-    run = tiny_gpt.train(case, steps=0, hook=hook)
-    for iteration in range(ITERATIONS):
-        what = choose.choice(DISTURBANCES)
-        count = choose.randint(1, 3) if what == "microbatches" else 2
+@dataclasses.dataclass
+class _LongRun:
+    """Two attempts with disturbances that a seed decides; the second one loads the checkpoint of the first."""
+
+    losses: list[float] = dataclasses.field(default_factory=list)
+    replicas: int = 0
+    # what this process held after 10 iterations of each attempt and after its last one, with its resident bytes
+    held: list[tuple[restarts.Left, int]] = dataclasses.field(default_factory=list)
+
+    def train(self, case: Any, hook: Any, folder: Path) -> None:
+        choose = random.Random(7)
+        for begin in (0, ITERATIONS):
+            restarts.new_attempt(case)
+            run = tiny_gpt.train(case, steps=0, hook=hook)
+            if begin:
+                checkpoints.load(run, folder)
+            for iteration in range(begin, begin + ITERATIONS):
+                self._step(case, run, iteration, choose.choice(DISTURBANCES))
+                if iteration + 1 - begin in (10, ITERATIONS):
+                    gc.collect()
+                    self.held.append((restarts.left(), psutil.Process().memory_info().rss))
+            self.replicas += run.replicas
+            if not begin:
+                checkpoints.save(run, folder)
+
+    def _step(self, case: Any, run: Any, iteration: int, what: str) -> None:
+        count = 1 + iteration % 3 if what == "microbatches" else 2
         tiny_gpt.set_num_microbatches(case, count)
         layer = tiny_gpt.moe_layers(run.chunks)[iteration % 2]
         if what == "evaluation":
@@ -130,26 +152,28 @@ def _train_disturbed(case: Any, hook: Any) -> tuple[Any, list[tuple[restarts.Lef
             with pytest.raises(restarts.DeathError):
                 run.step(iteration, count)
             fault.remove()
-        run.step(iteration, count)
-        if iteration + 1 in (10, ITERATIONS):
-            gc.collect()
-            held.append((restarts.left(), psutil.Process().memory_info().rss))
-    return run, held
+        self.losses.append(run.step(iteration, count))
 
 
 @pytest.mark.slow
 @ranks(2, timeout=580)
 def test_a_long_disturbed_run_is_stocks_and_holds_no_more() -> None:
-    """Exceptions, evaluation, other numbers of microbatches; homes move every 3 iterations."""
-    case = tiny_gpt.initialized(accumulate=2, distributed_optimizer=True)
-    stock, _ = _train_disturbed(case, None)
+    """Exceptions, evaluation, other numbers of microbatches, a restart; homes move every 3 iterations."""
+    case = tiny_gpt.Case(accumulate=2, distributed_optimizer=True)
+    stock, ours = _LongRun(), _LongRun()
+    stock.train(case, None, checkpoints.shared_folder("stock"))
     hook = rehoming_hook(slots=2, record=f"{os.environ['TEST_FOLDER']}/run")
-    ours, ((early, resident), (late, resident_late)) = _train_disturbed(case, hook)
+    ours.train(case, hook, checkpoints.shared_folder("ours"))
     assert ours.replicas > 0 and ours.losses == pytest.approx(stock.losses, rel=1e-5)
-    assert (early.threads, early.groups) == (late.threads, late.groups)
-    assert late.files <= early.files + 2
-    # the registry of transfers has a bound of its own
-    more = Counter(late.objects) - Counter(early.objects)
-    assert sum(n for name, n in more.items() if name not in ("_Call", "_UnderWay")) <= 20, more
-    assert late.tensors <= early.tensors + 100_000
-    assert resident_late - resident < 16 << 20
+    first = ours.held[0][0]
+    for (early, resident), (late, resident_late) in zip(
+        ours.held[::2], ours.held[1::2], strict=True
+    ):
+        for left in (early, late):
+            assert (left.threads, left.groups) == (first.threads, first.groups)
+        assert late.files <= early.files + 2
+        # the registry of transfers has a bound of its own
+        more = Counter(late.objects) - Counter(early.objects)
+        assert sum(n for name, n in more.items() if name not in ("_Call", "_UnderWay")) <= 20, more
+        assert late.tensors <= early.tensors + 100_000
+        assert resident_late - resident < 16 << 20
