@@ -13,26 +13,15 @@ import tiny_gpt
 from model_state import refusal
 from ranks import ranks
 
-KINDS = {
-    "experts": ("its experts (turbo.TurboExperts) has forward of its own", "experts", "forward"),
-    "helper of experts": (
-        "its experts (turbo.TurboExperts) has _pad_tensor_for_quantization of its own",
-        "experts",
-        "_pad_tensor_for_quantization",
-    ),
-    "linear": (
-        "a part of its experts (turbo.TurboExperts) has forward of its own",
-        "experts.local_experts.0.linear_fc1",
-        "forward",
-    ),
-    "dispatcher": (
-        "its dispatcher (turbo.TurboExperts) has token_dispatch of its own",
-        "token_dispatcher",
-        "token_dispatch",
-    ),
-    "layer": ("the layer (turbo.TurboExperts) has forward of its own", "", "forward"),
-    "part of a layer": ("the layer (turbo.TurboExperts) has route of its own", "", "route"),
-}
+# what the message names, its path in the layer, and the method
+KINDS = (
+    ("its experts", "experts", "forward"),
+    ("its experts", "experts", "_pad_tensor_for_quantization"),
+    ("a part of its experts", "experts.local_experts.0.linear_fc1", "forward"),
+    ("its dispatcher", "token_dispatcher", "token_dispatch"),
+    ("the layer", "", "forward"),
+    ("the layer", "", "route"),
+)
 
 
 def of_own_kind(module: Any, method: str, *, name: str = "TurboExperts") -> type:
@@ -54,23 +43,21 @@ def test_own_code_is_refused_by_name() -> None:
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     case = tiny_gpt.initialized()
-    for what, (message, path, method) in KINDS.items():
+    for subject, path, method in KINDS:
         chunks, _ = tiny_gpt.build(case)
         layer = tiny_gpt.moe_layers(chunks)[1]
         module = layer.token_dispatcher if path == "token_dispatcher" else layer.get_submodule(path)
         module.__class__ = of_own_kind(module, method)
-        said = refusal(chunks)
-        assert (
-            f"layer 2: {message}: FSSDP has replicas for Megatron's own code only; use " in said
-        ), (what, said)
+        own = f"layer 2: {subject} (turbo.TurboExperts) has {method} of its own: FSSDP has replicas"
+        assert f"{own} for Megatron's own code only; use " in refusal(chunks)
         assert not any(hasattr(m, "fssdp") for m in tiny_gpt.moe_layers(chunks))
     chunks, _ = tiny_gpt.build(case)
     experts = tiny_gpt.moe_layers(chunks)[0].experts
     experts.forward = lambda *args: SequentialMLP.forward(experts, *args)
-    assert (
+    said = (
         "its experts (megatron.core.transformer.moe.experts.SequentialMLP) has forward of its own"
-        in refusal(chunks)
     )
+    assert said in refusal(chunks)
     chunks, _ = tiny_gpt.build(case)
 
     def patched(
@@ -113,10 +100,8 @@ def test_a_layer_that_is_not_megatrons_is_named() -> None:
     alien = own.__new__(own)
     super(BaseMoELayer, alien).__init__(config)
     chunks[0].add_module("beside", alien)
-    assert (
-        "turbo.OwnMoE is a MoE layer of its own kind: FSSDP converts Megatron's MoELayer"
-        in refusal(chunks)
-    )
+    said = "turbo.OwnMoE is a MoE layer of its own kind: FSSDP converts Megatron's MoELayer"
+    assert said in refusal(chunks)
 
 
 @ranks(2)
