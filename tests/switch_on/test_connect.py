@@ -39,38 +39,28 @@ def test_what_is_chosen() -> None:
     everyone, halves = (0, 1, 2, 3), [(0, 1), (2, 3)]
     own = halves[dist.get_rank() // 2]
     problems: list[str] = []
-    for asked, name, why in (
-        ("p2p", "p2p", ""),
-        ("nvlink", "nvlink", ""),
-        ("auto", "p2p", "CPU ranks have no NVLink"),
+    shared = "peers share NVLink, and a self-test moved every byte"
+    for asked, domains, name, why in (
+        ("p2p", "", "p2p", ""),
+        ("nvlink", "", "nvlink", ""),
+        ("auto", "", "p2p", "CPU ranks have no NVLink"),
+        ("auto", "aabb", "nvlink", shared),
+        ("auto", "abcd", "p2p", "no two ranks of a group share an NVLink domain"),
+        ("nvlink", "abcd", "nvlink", ""),
     ):
+        if domains:
+            _on_nvlink(domains)
         connection = connect(asked, [own, everyone], problems, timeout=20.0)
         assert (connection.name, connection.why, problems) == (name, why, [])
-        assert set(connection.transports) == {own, everyone} and connection.nodes == {
-            own: (0, 0),
-            everyone: (0,) * 4,
-        }
+        assert connection.nodes == {own: (0, 0), everyone: (0,) * 4}
+        assert set(connection.transports) == {own, everyone}
         for group, transport in connection.transports.items():
-            assert transport.name == name and dist.get_process_group_ranks(transport.group) == list(
-                group
-            )
+            assert transport.name == name
+            assert dist.get_process_group_ranks(transport.group) == list(group)
     connection = connect("nvlink", [(0, 1)] if own == (0, 1) else [], problems, timeout=20.0)
     assert set(connection.transports) == ({(0, 1)} if own == (0, 1) else set()), (
         "a stage without MoE layers"
     )
-    _on_nvlink("aabb")
-    connection = connect("auto", [everyone], problems, timeout=20.0)
-    assert (connection.name, connection.why) == (
-        "nvlink",
-        "peers share NVLink, and a self-test moved every byte",
-    )
-    _on_nvlink("abcd")
-    connection = connect("auto", [everyone], problems, timeout=20.0)
-    assert (connection.name, connection.why) == (
-        "p2p",
-        "no two ranks of a group share an NVLink domain",
-    )
-    assert not connect("nvlink", [everyone], problems, timeout=20.0).why and problems == []
     module.MAX_RANKS = 3
     _on_nvlink("aaaa")
     assert connect("nvlink", [everyone], problems, timeout=20.0).transports == {}
