@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_gpt
+import torch
 import torch.distributed as dist
 from ranks import ranks
 
+from megatron_hecate import HecateConfig, fssdp, layer_metrics
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.record import job_metrics
 from megatron_hecate.record.job_metrics import JobMetrics
@@ -78,11 +81,6 @@ LAYOUTS = {
 @ranks(4)
 def test_what_is_logged_is_of_all_stages(layout: str, observe: bool) -> None:
     """Oracle: the tokens that routers choose and that the experts of each rank are given, counted beside the run."""
-    import tiny_gpt
-    import torch
-
-    from megatron_hecate import HecateConfig, fssdp, layer_metrics
-
     case = tiny_gpt.initialized(ep=2, accumulate=2, skew=3, **LAYOUTS[layout])
     (board, wandb), folder = _script(every=2), os.environ["TEST_FOLDER"] + "/run"
     # [T, layer's number]: tokens by expert, by rank computed
@@ -175,44 +173,6 @@ def test_when_a_script_logs(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (running_iteration(), job_metrics.log_interval()) == (4, interval)
 
 
-@ranks(2)
-def test_a_stage_whose_metrics_do_not_come_delays_nobody() -> None:
-    """The thread of the first stage hangs until both stages have trained: who waited for it would not come that far.
-    Then everything is logged, in order. Training threads do not use the store. Oracle: a barrier of theirs."""
-    import tiny_gpt
-
-    from megatron_hecate import HecateConfig, fssdp
-
-    case = tiny_gpt.initialized(ep=1, pp=2)
-    (board, _), trained, hung = _script(every=1), threading.Event(), threading.Event()
-
-    def hook(chunks: list) -> list:
-        config = HecateConfig(observe=True, record=os.environ["TEST_FOLDER"] + "/run")
-        chunks = fssdp(config)(chunks)
-        JobMetrics.newest._store = _NotOfTraining(JobMetrics.newest._store)
-        if dist.get_rank() == 0:
-            send = JobMetrics.newest._send
-
-            def hang(*message: Any) -> bool:
-                hung.set()
-                assert trained.wait(60)
-                return send(*message)
-
-            JobMetrics.newest._send = hang
-        return chunks
-
-    run = tiny_gpt.train(case, steps=4, hook=hook)
-    if dist.get_rank() == 0:
-        assert hung.wait(60)
-    dist.barrier()
-    assert not board.values
-    trained.set()
-    tiny_gpt.moe_layers(run.chunks)[0].router.observer.stage.close()
-    JobMetrics.newest.stop(20)
-    dist.barrier()
-    assert list(board.values) == ([1, 2, 3, 4] if dist.get_rank() == 1 else [])
-
-
 class _NotOfTraining:
     """A store that a thread of ours may use."""
 
@@ -274,6 +234,24 @@ def test_only_whole_iterations_are_logged_and_in_order(monkeypatch: pytest.Monke
     layers = ["layer 1", "layer 3", "layer 2"]
     assert stages.logged == [(i, layers, {"a": [i, 0.1, i + 0.5]}) for i in (2, 8)]
     assert stages.store.num_keys() <= 1  # a TCPStore has one of its own
+
+
+@pytest.mark.fast
+def test_a_stage_whose_metrics_do_not_come_delays_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread of the first stage hangs until both stages have trained: who waited for it would not come that far.
+    Then everything is logged, in order. Training threads do not use the store."""
+    stages, trained = _Stages(monkeypatch, layers=(["layer 1"], ["layer 2"])), threading.Event()
+    for metrics in stages.ranks:
+        metrics._store = _NotOfTraining(metrics._store)
+    send = stages.ranks[0]._send
+    stages.ranks[0]._send = lambda *message: trained.wait(60) and send(*message)
+    for iteration in (1, 2, 3, 4):
+        for rank in range(2):
+            stages.put(rank, iteration, a=[iteration])
+    assert not stages.logged
+    trained.set()
+    stages.end()
+    assert [iteration for iteration, *_ in stages.logged] == [1, 2, 3, 4]
 
 
 @pytest.mark.fast

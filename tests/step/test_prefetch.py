@@ -9,61 +9,34 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import loops
 import pytest
+import tiny_gpt
+import torch
 from ranks import ranks
 
-
-def _note_plans(done: list[tuple[str, Any]]) -> None:
-    """Have every plan that a layer asks for noted as ("plan", the plan before it and this one)."""
-    from megatron_hecate.step.layer_planner import EarlyPlans, PlanInputs
-
-    plan = EarlyPlans.plan
-
-    def noted(early: EarlyPlans, index: int, inputs: PlanInputs) -> Any:
-        placement = plan(early, index, inputs)
-        done.append(("plan", {"previous": inputs.previous, "made": placement}))
-        return placement
-
-    EarlyPlans.plan = noted
+from megatron_hecate.comm.p2p import P2P
+from megatron_hecate.nvlink.transport import NVLink
 
 
 @ranks(2)
 def test_a_plan_knows_the_one_before_it() -> None:
     """Late replicas do not count: they say nothing about what the forecast was worth."""
-    import tiny_gpt
+    from megatron_hecate.step.layer_planner import EarlyPlans, PlanInputs
 
-    done: list[tuple[str, Any]] = []
-    _note_plans(done)
+    plan, done = EarlyPlans.plan, []
+
+    def noted(early: EarlyPlans, index: int, inputs: PlanInputs) -> Any:
+        done.append((inputs.previous, plan(early, index, inputs)))
+        return done[-1][1]
+
+    EarlyPlans.plan = noted
     case = tiny_gpt.initialized()
     tiny_gpt.train(case, steps=5, hook=tiny_gpt.fssdp_hook(slots=1, late_replicas=2))
     for layer in range(2):
-        plans = [settings for _, settings in done[layer::2]]  # from the second iteration on
+        plans = done[layer::2]  # from the second iteration on
         assert len(plans) == 4
-        assert all(
-            after["previous"] is before["made"] for before, after in itertools.pairwise(plans)
-        )
-
-
-@pytest.mark.parametrize("lifetime", ["iteration", "layer"])
-@ranks(2)
-def test_layers_are_planned_once_and_before_their_fetch(lifetime: str) -> None:
-    """In an iteration, in whatever microbatch."""
-    import tiny_gpt
-
-    case = tiny_gpt.initialized(accumulate=2, settings=(("num_layers", 11),))
-    run = tiny_gpt.train(case, steps=2, hook=tiny_gpt.fssdp_hook(slots=1, lifetime=lifetime))
-    done: list[tuple[str, Any]] = []
-    _note_plans(done)
-    tiny_gpt.before_transfers(
-        run.chunks, lambda what, plan, slots, label: done.append((what, label))
-    )
-    run.step(2)
-    layers = iter(range(1, 12))
-    done = [(what, f"layer {next(layers)}" if what == "plan" else about) for what, about in done]
-    assert [what for what, _ in done].count("plan") == 11
-    fetched = {label for what, label in done if what == "fetch"}
-    assert len(fetched) > 4
-    assert all(done.index(("plan", label)) < done.index(("fetch", label)) for label in fetched)
+        assert all(previous is made for (_, made), (previous, _) in itertools.pairwise(plans))
 
 
 # Fetches by layer, from 1 on, before the embedding and before the attention of each layer.
@@ -83,8 +56,6 @@ ORDERS = {
 @ranks(2)
 def test_layers_are_fetched_at_a_distance(loop_kind: str) -> None:
     """Up to four attentions before its own. Oracle: the order that docs/memory.md describes, by hand."""
-    import loops
-    import tiny_gpt
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.utils import get_attr_wrapped_model
 
@@ -131,8 +102,6 @@ def test_layers_are_fetched_at_a_distance(loop_kind: str) -> None:
 @ranks(2)
 def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
     """The loop catches the error and goes on; layers planned before must not wait for gradients of the broken step."""
-    import tiny_gpt
-
     from megatron_hecate.step.layer_planner import EarlyPlans
 
     case = tiny_gpt.initialized(accumulate=3, settings=(("num_layers", 4),))
@@ -158,12 +127,6 @@ def test_a_plan_that_fails_leaves_no_layer_half_prepared() -> None:
 def test_when_buffers_are_allocated(transport: str, overlap: bool) -> None:
     """Once, and before any activation of the first iteration, which has no replicas. With ``overlap`` parameters are
     still being gathered then."""
-    import tiny_gpt
-    import torch
-
-    from megatron_hecate.comm.p2p import P2P
-    from megatron_hecate.nvlink.transport import NVLink
-
     case = tiny_gpt.initialized(
         accumulate=2, bf16=True, overlap=overlap, distributed_optimizer=overlap
     )
