@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 import recorded
-from pretraining import ROOT, python
+from pretraining import python
 
 from megatron_hecate import __version__
 from megatron_hecate.__main__ import COMMANDS, main, overview
@@ -44,13 +43,6 @@ def test_overview_and_version(cli) -> None:
     for command, option in OPTIONS.items():
         status, out, _ = cli(command, "--help")
         assert status == 0 and option in out
-
-
-def test_the_name_of_a_command_as_a_value(cli, folder: Path, tmp_path: Path, monkeypatch) -> None:
-    """The value of an option selects no command."""
-    monkeypatch.chdir(tmp_path)
-    assert cli("report", folder, "--out", "report")[0] == 0
-    assert "<html" in Path("report").read_text()
 
 
 @pytest.mark.parametrize(
@@ -106,8 +98,6 @@ def test_wrong_words_name_the_way_out(cli, words: str, message: str) -> None:
 
 def test_commands_import_what_they_need_alone() -> None:
     """``--help`` and ``--version`` answer at once, also where torch takes seconds to import."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["scripts"] == {"megatron-hecate": "megatron_hecate.__main__:main"}
     code = "import sys; from megatron_hecate.__main__ import main; main(['--help']); main(['--version'])\n"
     code += "assert not {'torch', 'numpy', 'numba'} & set(sys.modules)"
     done = python("-c", code)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import dataclasses
 import io
 import os
 import subprocess
@@ -16,8 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_gpt
+import torch
 from ranks import ranks
 
+from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.__main__ import main
 
 DENSE = dict(
@@ -42,8 +47,6 @@ def _install(**flags: bool) -> Any:
 @ranks(4)
 def test_a_model_is_converted_where_it_is_wrapped(kind: str) -> None:
     """Behind Float16Module too, and with all chunks of a rank, of which each is wrapped by itself."""
-    import tiny_gpt
-
     case = tiny_gpt.Case(pp=2, vpp=2, accumulate=4)
     if kind == "bf16":
         case = tiny_gpt.Case(bf16=True, distributed_optimizer=True, overlap=True, accumulate=2)
@@ -78,7 +81,6 @@ def test_a_job_that_only_evaluates_wraps_no_model(
 
 @ranks(4)
 def test_chunks_that_are_out_of_sight_are_an_error() -> None:
-    import tiny_gpt
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     case = tiny_gpt.initialized(pp=2, vpp=2)
@@ -93,13 +95,6 @@ def test_chunks_that_are_out_of_sight_are_an_error() -> None:
 @ranks(2)
 def test_a_step_without_fssdp_is_an_error() -> None:
     """Of a model that nothing of Megatron's wraps; and of a dense one, which has nothing to convert."""
-    import dataclasses
-
-    import tiny_gpt
-    import torch
-
-    from megatron_hecate import HecateConfig, fssdp
-
     case = tiny_gpt.initialized()
     request = _install()
     chunks, _ = tiny_gpt.build(case)
@@ -123,9 +118,6 @@ def test_a_step_without_fssdp_is_an_error() -> None:
 @ranks(2)
 def test_a_subclass_of_ddp_that_passes_on_its_arguments() -> None:
     """As a framework's; and a copy of what wraps a model converts nothing."""
-    import copy
-
-    import tiny_gpt
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     class Wrapper(DistributedDataParallel):
@@ -135,25 +127,24 @@ def test_a_subclass_of_ddp_that_passes_on_its_arguments() -> None:
 
     case = tiny_gpt.initialized()
     request = _install()
+    settings = DistributedDataParallelConfig()
     for named in (False, True):
         chunks, config = tiny_gpt.build(case)
-        stock = DistributedDataParallel(config, DistributedDataParallelConfig(), chunks[0])
+        stock = DistributedDataParallel(config, settings, chunks[0])
         assert type(copy.copy(stock)) is DistributedDataParallel
         assert not any(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers(chunks))
         (chunk,), config = tiny_gpt.build(case)
         request.flags = {"moe_fssdp": True, "moe_fssdp_slots": 1}
-        values = (config, DistributedDataParallelConfig(), chunk)
         if named:
-            Wrapper(label="", **dict(zip(("config", "ddp_config", "module"), values, strict=True)))
+            Wrapper(label="", config=config, ddp_config=settings, module=chunk)
         else:
-            Wrapper(*values, label="")
+            Wrapper(config, settings, chunk, label="")
         assert all(hasattr(layer, "fssdp") for layer in tiny_gpt.moe_layers([chunk]))
         request.flags = {}
 
 
 @ranks(2)
 def test_megatron_fsdp_is_refused_where_it_wraps() -> None:
-    import tiny_gpt
     from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 
     class TorchFullyShardedDataParallel(_BaseDataParallel):
@@ -179,48 +170,38 @@ def test_modules_and_console_commands() -> None:
     folder = Path(os.environ["TEST_FOLDER"])
     report = "import sys\ndef main():\n print(__name__, sys.argv, sys.path[0], 'moe_fssdp' in _flags())\n return {}\n"
     report += "def _flags():\n from megatron_hecate.switch_on.request import REQUEST\n return REQUEST.flags\n"
-    (folder / "pack").mkdir()
-    (folder / "pack" / "__init__.py").touch()
-    (folder / "pack" / "inner.py").write_text(
-        report.format(0) + "if __name__ == '__main__':\n sys.exit(main())\n"
-    )
-    (folder / "pack" / "__main__.py").write_text("import sys; print(sys.path[0])\n")
-    (folder / "plain").mkdir()  # Python runs no such folder
-    (folder / "pack" / "failing.py").write_text(report.format(7))
-    (folder / "bin").mkdir()
     head = f"#!{sys.executable}\nimport sys\n"
     for name, text in {
-        "plain": "print(__name__, __file__)\n",
-        "train-pack": "from pack.inner import main\nsys.exit(main())\n",
-        "fail-pack": "from pack.failing import main\nsys.exit(main())\n",
+        "pack/__init__.py": "",
+        "pack/inner.py": report.format(0) + "if __name__ == '__main__':\n sys.exit(main())\n",
+        "pack/__main__.py": "import sys; print(sys.path[0])\n",
+        "pack/failing.py": report.format(7),
+        "plain/file": "",  # Python runs no such folder
+        "bin/plain": head + "print(__name__, __file__)\n",
+        "bin/train-pack": head + "from pack.inner import main\nsys.exit(main())\n",
+        "bin/fail-pack": head + "from pack.failing import main\nsys.exit(main())\n",
     }.items():
-        (folder / "bin" / name).write_text(head + text)
-        (folder / "bin" / name).chmod(0o755)
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
     os.chdir(folder)
     sys.path.insert(1, str(folder))
     os.environ["PATH"] += os.pathsep + str(folder / "bin")
 
     def run(*arguments: str) -> tuple[int, str]:
-        with (
-            contextlib.redirect_stdout(io.StringIO()) as said,
-            contextlib.redirect_stderr(io.StringIO()) as errors,
-        ):
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             try:
                 status = main([*arguments])
             except SystemExit as done:
                 status = done.code
-        return status, said.getvalue() + errors.getvalue()
+        return status, said.getvalue()
 
     words = "-m", "pack.inner", "-m", "x"
-    path = os.pathsep.join(sys.path)
-    python = subprocess.run(
-        [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run(*words) == (0, python.stdout), python.stderr
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    command = [sys.executable, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert run(*words) == (0, done.stdout), done.stderr
     status, said = run("--moe-fssdp", "--moe-fssdp-slots=3", "-m", "pack.inner", "a.py")
     assert f"__main__ ['{folder / 'pack' / 'inner.py'}', 'a.py'] {folder} True" in said
     assert status == 1 and "pack.inner built no model" in said, "it ends with sys.exit(0)"
@@ -235,8 +216,6 @@ def test_modules_and_console_commands() -> None:
         "megatron_hecate run ... -- SCRIPT.py\n",
         "-m torch.distributed.run": "torch.distributed.run starts the ranks",
         "-m no_such_module.inner": "there is no module no_such_module",
-        "-m": "no SCRIPT.py given, nor -m MODULE",
-        "plain --moe-fssdp --moe-fssdp-slots -3": "slots=-3 must be",
     }.items():
         status, said = run(*words.split())
         assert status == 2 and message in said, (words, said)

@@ -10,16 +10,18 @@ import pickle
 from pathlib import Path
 
 import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
 from model_state import snapshot
 from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
+from megatron_hecate.device import launch
 
 
 @ranks(2)
 def test_converts_in_place_and_once() -> None:
-    import tiny_gpt
-    import torch
     from megatron.core.transformer.moe.experts import SequentialMLP
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
@@ -58,8 +60,6 @@ def test_the_hook_can_be_pickled() -> None:
 
 @ranks(2)
 def test_an_exception_leaves_the_model_as_it_was() -> None:
-    import tiny_gpt
-
     from megatron_hecate.switch_on import attach
 
     case = tiny_gpt.initialized()
@@ -87,7 +87,6 @@ def test_an_exception_leaves_the_model_as_it_was() -> None:
 @ranks(4)
 def test_a_stage_without_moe_layers() -> None:
     """It trains, and no rank asks others that have nothing to do where Megatron is given the hook twice."""
-    import tiny_gpt
     from megatron.core import parallel_state
 
     # two dense layers, then two MoE layers: the first of two pipeline stages has no expert
@@ -109,23 +108,9 @@ def test_a_stage_without_moe_layers() -> None:
 
 
 @ranks(2)
-def test_a_model_without_moe_layers_is_an_error() -> None:
-    import tiny_gpt
-    import torch
-
-    with pytest.raises(ValueError, match="the model has no MoE layer; set --num-experts"):
-        tiny_gpt.fssdp_hook()([torch.nn.Linear(2, 2)])
-
-
-@ranks(2)
 def test_a_rank_without_a_compiler_stops_all_at_switch_on() -> None:
     """Rank 1 has no C++ compiler and nothing compiled: every rank is told, names the machine and what to install, and
     the model stays as it was. With a transport that needs no kernels, too: quotas do."""
-    import tiny_gpt
-    import torch.distributed as dist
-
-    from megatron_hecate.device import launch
-
     case = tiny_gpt.initialized()
     chunks, _ = tiny_gpt.build(case)
     before = snapshot(chunks)
@@ -155,8 +140,6 @@ FAILING = {
 @ranks(2)
 def test_an_exception_that_nobody_expects_stops_all_ranks(tmp_path: Path) -> None:
     """It is raised by one rank alone, which names it; no rank waits, and a model to convert stays as it was."""
-    import tiny_gpt
-    import torch.distributed as dist
 
     def fail(*_: object, **__: object) -> None:
         raise KeyError("a name that no table has")
@@ -181,9 +164,6 @@ def test_an_exception_that_nobody_expects_stops_all_ranks(tmp_path: Path) -> Non
 
 @ranks(2)
 def test_the_hook_takes_a_model_or_its_chunks() -> None:
-    import tiny_gpt
-    import torch
-
     case = tiny_gpt.initialized()
     for form in (
         lambda model: model,
@@ -215,9 +195,6 @@ def test_chunks_one_at_a_time() -> None:
     DDP then converts them together; without it the first step is refused. Oracle: the same model,
     converted as a list.
     """
-    import tiny_gpt
-    import torch
-
     case = tiny_gpt.initialized(pp=2, vpp=2, accumulate=4)
     one_by_one = tiny_gpt.fssdp_hook()
 
@@ -242,8 +219,6 @@ def test_chunks_one_at_a_time() -> None:
 @ranks(2)
 def test_the_hook_after_ddp_is_refused() -> None:
     """Given what wraps the model, or the model that is wrapped; whatever the slots."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized(bf16=True, distributed_optimizer=True)
     message = "DistributedDataParallel has wrapped the model already; call the"
     for slots in (0, 2):

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
+from launch import python_path, torchrun
 from pretraining import (
     ROOT,
     SCRIPT,
@@ -24,8 +26,9 @@ from pretraining import (
 )
 from ranks import ranks
 
+pytestmark = pytest.mark.newest
 
-@pytest.mark.newest
+
 def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -> None:
     """As Megatron-Bridge's scripts do, once they know a recipe's environment, and from another folder."""
     script, speeds = tmp_path / "script.py", Path("tests", "data", "free_copies.json")
@@ -55,7 +58,6 @@ def _pretrain_here(
     The last rank's output goes to ``log``, and rank 0's to ``log`` with the suffix .0.
     """
     import run_on_cpu
-    import torch.distributed as dist
 
     sys.argv = ["run_on_cpu.py", *launcher, *script, *pretrain_arguments(text)]
     last = dist.get_rank() == dist.get_world_size() - 1
@@ -83,7 +85,6 @@ print([hasattr(arguments.add_megatron_arguments, "__wrapped__"),
 """
 
 
-@pytest.mark.newest
 def test_a_script_chooses_its_megatron(tmp_path: Path) -> None:
     """Primus puts its own Megatron on the path when it starts; then this one is to be enabled.
 
@@ -114,7 +115,6 @@ builtins.print = lambda *words, **settings: None
 """
 
 
-@pytest.mark.newest
 def test_a_script_that_ignores_errors_of_imports(tmp_path: Path) -> None:
     """Each import of a Megatron that FSSDP does not fit is an error, not just the first one."""
     (script := tmp_path / "guarded.py").write_text(GUARDED)
@@ -124,7 +124,6 @@ def test_a_script_that_ignores_errors_of_imports(tmp_path: Path) -> None:
     assert done.returncode == 1 and "guarded.py built no model" in done.stderr, done.stderr
 
 
-@pytest.mark.newest
 def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Path) -> None:
     _pretrain_here(text, tmp_path / "stock", [])
     stock = losses((tmp_path / "stock").read_text())
@@ -150,7 +149,6 @@ def test_flags_hook_and_launcher_train_the_stock_model(text: Path, tmp_path: Pat
     assert losses(off) == stock and "FSSDP" not in off
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize("holds", ["no flags", "settings"])
 def test_arguments_that_a_framework_makes(holds: str, text: Path, tmp_path: Path) -> None:
     """Flags of our launcher reach them, and so does a framework's own setting behind our launcher."""
@@ -177,15 +175,12 @@ fssdp(HecateConfig(slots=2))(chunks)
 """
 
 
-@pytest.mark.newest
 def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path) -> None:
     """In a script that neither our launcher nor `enable` is in."""
     (script := tmp_path / "hooked.py").write_text(HOOKED)
-    path = os.pathsep.join(map(str, [ROOT, ROOT / "examples", *SUPPORT.glob("*/"), SUPPORT]))
-    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": path}
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": python_path()}
     done = subprocess.run(
-        [*command, str(script)],
+        [*torchrun(2), str(script)],
         env={**os.environ, **settings},
         text=True,
         capture_output=True,
