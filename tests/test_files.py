@@ -16,12 +16,13 @@ import pytest
 
 from megatron_hecate import files
 
+pytestmark = pytest.mark.fast
+
 
 def _names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("content", ["text: µ", b"\0bytes"])
 def test_content_and_mode(content: str | bytes, tmp_path: Path) -> None:
     path = tmp_path / "file"
@@ -34,7 +35,6 @@ def test_content_and_mode(content: str | bytes, tmp_path: Path) -> None:
     assert _names(tmp_path) == ["file"]
 
 
-@pytest.mark.fast
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text("old")
@@ -43,7 +43,6 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "old" and (tmp_path / "link").read_text() == "new"
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/null")])
 def test_what_is_no_file_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
     path = tmp_path / "out"
@@ -54,7 +53,6 @@ def test_what_is_no_file_is_refused(make: Callable[[Path], None], tmp_path: Path
     assert _names(tmp_path) == ["out"]
 
 
-@pytest.mark.fast
 @pytest.mark.parametrize("name", ["missing/out", "file/out"])
 def test_a_folder_that_is_none(name: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("old")
@@ -64,7 +62,6 @@ def test_a_folder_that_is_none(name: str, tmp_path: Path) -> None:
     assert _names(tmp_path) == ["file"]
 
 
-@pytest.mark.fast
 def test_a_disk_without_room_leaves_the_old_file(tmp_path: Path) -> None:
     """By a limit on files, as a full disk refuses to write."""
     path = tmp_path / "file"

@@ -6,9 +6,12 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from ranks import ranks
 
-from megatron_hecate.comm.agreement import collect
+from megatron_hecate.comm.agreement import collect, raise_on_all
+from megatron_hecate.comm.collectives import TransferError, gather_objects
+from megatron_hecate.faults import under_way
 
 # Seconds: timeout where a rank is missing, timeout where none is, and the bound for both errors.
 SHORT = 3.0
@@ -35,10 +38,6 @@ def test_messages_name_the_subject_and_kinds_that_need_it() -> None:
 
 @ranks(4, preload=None)
 def test_one_rank_raises_and_all_ranks_name_it() -> None:
-    import torch.distributed as dist
-
-    from megatron_hecate.comm.agreement import raise_on_all
-
     rank = dist.get_rank()
     # Numbers in the group differ from numbers in the job.
     group = dist.new_group([1, 2, 3], timeout=timedelta(seconds=LONG))
@@ -63,12 +62,6 @@ def test_one_rank_raises_and_all_ranks_name_it() -> None:
 
 @ranks(2, preload=None)
 def test_a_missing_rank_is_an_error_that_names_the_action() -> None:
-    import torch.distributed as dist
-
-    from megatron_hecate.comm.agreement import raise_on_all
-    from megatron_hecate.comm.collectives import TransferError, gather_objects
-    from megatron_hecate.faults import under_way
-
     group = dist.new_group([0, 1], timeout=timedelta(seconds=SHORT))
     settings = {"what": "reading states", "label": "homes"}
     own = {"rank": dist.get_rank(), "kinds": [["exp_avg", "torch.float32"]]}

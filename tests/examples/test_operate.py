@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 import yaml
 from ranks import ranks
+
+from megatron_hecate import HecateConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MANIFEST = ROOT / "examples" / "kubeflow.yaml"
@@ -40,7 +43,6 @@ def _parse_flags(words: list[str]) -> tuple[argparse.Namespace, Any, argparse.Na
     from megatron.training.arguments import add_megatron_arguments
     from torch.distributed.run import parse_args
 
-    from megatron_hecate import HecateConfig
     from megatron_hecate.switch_on import unsupported
 
     torchrun = parse_args(words)
@@ -85,8 +87,6 @@ def test_what_is_missing_is_named() -> None:
 @ranks(1)
 def test_one_node_and_every_node_of_slurm() -> None:
     """Further arguments arrive as they were."""
-    from megatron_hecate import HecateConfig
-
     folder = Path(os.environ["TEST_FOLDER"])
     _stand_in(folder, "torchrun", 'printf "%q " "$@"; echo')
     _stand_in(folder, "scontrol", "echo node7; echo node8")
@@ -174,11 +174,8 @@ def test_slurm_does_not_requeue_a_job_that_ends_by_itself(status: int, tmp_path:
 @pytest.mark.fast
 def test_slurm_sends_the_signal_to_the_script_and_leaves_time() -> None:
     """Options as Slurm reads them: comments in front of the first command."""
-    options = {}
-    for line in (ROOT / "examples" / "slurm_requeue.sh").read_text().splitlines():
-        if line.startswith("#SBATCH --"):
-            name, _, value = line.removeprefix("#SBATCH --").partition("=")
-            options[name] = value
+    script = (ROOT / "examples" / "slurm_requeue.sh").read_text()
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", script, re.MULTILINE))
     assert options["signal"] == "B:TERM@900" and "requeue" in options
     assert options["open-mode"] == "append", "the log of the first part stays"
 
@@ -220,8 +217,6 @@ def test_kubernetes_starts_every_pod_and_waits_for_the_checkpoint() -> None:
 def test_nemo_run_starts_the_launcher() -> None:
     """``Script.to_command`` puts ``-m`` and the arguments behind the path, for its launcher ``torchrun``."""
     import with_nemo_run
-
-    from megatron_hecate import HecateConfig
 
     def as_given(**fields: Any) -> types.SimpleNamespace:
         return types.SimpleNamespace(**fields)

@@ -25,6 +25,8 @@ from typing import Any
 
 import pytest
 import recorded
+import tiny_gpt
+import torch.distributed as dist
 from pretraining import ROOT, python
 from ranks import ranks
 from snippets import Page, block, commands, pages
@@ -218,8 +220,6 @@ def test_commands(command: str, started_here: list[tuple]) -> None:
 @ranks(1, timeout=300)
 def test_scripts_take_their_flags() -> None:
     """Each in a process forked from this one, which ends once the script has parsed them."""
-    import tiny_gpt  # noqa: F401  many of them import it
-
     original = ArgumentParser.parse_args
 
     def parse_and_end(*args: Any, **kwargs: Any) -> None:
@@ -300,8 +300,6 @@ def test_enable() -> None:
 @ranks(2)
 def test_loop() -> None:
     """Conversion, spans, metrics, homes that move; observing and its record."""
-    import tiny_gpt
-    import torch.distributed as dist
     from rehoming_hooks import rehoming_hook
 
     os.chdir(os.environ["TEST_FOLDER"])

@@ -9,7 +9,6 @@ import dataclasses
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import tiny_gpt
@@ -19,12 +18,6 @@ from model_state import refusal, snapshot
 from ranks import ranks
 
 from megatron_hecate.switch_on import unsupported
-
-
-def _stock_model() -> tuple[list, Any]:
-    """Model chunks and their config."""
-    case = tiny_gpt.initialized()
-    return tiny_gpt.build(case)
 
 
 def test_a_way_in_that_does_not_fit_lists_what_is_gone() -> None:
@@ -56,7 +49,7 @@ def test_ep_of_one() -> None:
 
 @ranks(2)
 def test_too_many_slots_and_no_file_with_speeds() -> None:
-    chunks, _ = _stock_model()
+    chunks, _ = tiny_gpt.build(tiny_gpt.initialized())
     text = refusal(chunks, slots=5, speeds=__file__)
     assert re.search(
         r"layers 1-2: slots=5 is out of range: .* 4 of 8 experts can host 0 to 4 replicas", text
@@ -66,7 +59,7 @@ def test_too_many_slots_and_no_file_with_speeds() -> None:
 
 @ranks(2)
 def test_every_unsupported_setting_is_listed_at_once() -> None:
-    chunks, config = _stock_model()
+    chunks, config = tiny_gpt.build(tiny_gpt.initialized())
     config.fp8, config.fp4 = "hybrid", "e2m1"  # without them no recipe is refused
     config.use_transformer_engine_op_fuser, config.moe_token_dispatcher_type = True, "flex"
     planted = dict(
@@ -122,7 +115,7 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
 @ranks(2)
 def test_a_layer_whose_kernel_holds_the_experts(backend: str) -> None:
     """As Megatron builds it with a megakernel: neither dispatcher nor experts, and a forward of the layer's own."""
-    chunks, config = _stock_model()
+    chunks, config = tiny_gpt.build(tiny_gpt.initialized())
     config.moe_megakernel_backend = backend
     for layer in tiny_gpt.moe_layers(chunks):
         layer.experts = layer.token_dispatcher = None
@@ -193,7 +186,7 @@ def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
 
 @ranks(2)
 def test_ranks_with_other_settings_are_named() -> None:
-    chunks, _ = _stock_model()
+    chunks, _ = tiny_gpt.build(tiny_gpt.initialized())
     for name, values, message in (
         ("slots", (2, 3), "rank 1 has slots=3, rank 0 has slots=2"),
         (
@@ -218,7 +211,7 @@ def test_another_megatron_is_an_error_with_a_list() -> None:
 
     from megatron_hecate.megatron import assumptions
 
-    chunks, _ = _stock_model()
+    chunks, _ = tiny_gpt.build(tiny_gpt.initialized())
     version, route = megatron.core.__version__, MoELayer.route
     assert assumptions.broken_assumptions() == []
     megatron.core.__version__ = "0.15.3"
@@ -241,7 +234,7 @@ def test_experts_and_a_dispatcher_that_are_unknown() -> None:
     class OtherDispatcher(MoETokenDispatcher):
         pass
 
-    chunks, _ = _stock_model()
+    chunks, _ = tiny_gpt.build(tiny_gpt.initialized())
     first, second = tiny_gpt.moe_layers(chunks)
     first.experts = OtherExperts()
     second.token_dispatcher = object.__new__(OtherDispatcher)
@@ -255,7 +248,7 @@ def test_experts_and_a_dispatcher_that_are_unknown() -> None:
 
 @ranks(2)
 def test_a_half_converted_model() -> None:
-    one, _ = _stock_model()
+    one, _ = tiny_gpt.build(tiny_gpt.initialized())
     two, _ = tiny_gpt.build(tiny_gpt.Case())
     hook = tiny_gpt.fssdp_hook()
     hook(one)

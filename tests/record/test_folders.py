@@ -12,10 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_gpt
+import torch
+import torch.distributed as dist
 from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.faults.attempt import Attempt
+from megatron_hecate.record.run_folder import read
 
 FOUR_EXPERTS = dict(experts=4)  # which one folder could not hold beside eight
 SETTINGS = {"observe": dict(observe=True), "fssdp": dict(slots=2, overlap_degree=1)}
@@ -23,9 +27,6 @@ SETTINGS = {"observe": dict(observe=True), "fssdp": dict(slots=2, overlap_degree
 
 def _train_in_turn(cases: list, hooks: list) -> tuple[list, str]:
     """Two steps of each model, then one more of each; the runs, recorded, and what rank 0 printed of FSSDP."""
-    import tiny_gpt
-    import torch.distributed as dist
-
     with contextlib.redirect_stdout(io.StringIO()) as out:
         pairs = zip(cases, hooks, strict=True)
         runs = [tiny_gpt.train(case, steps=2, hook=hook) for case, hook in pairs]
@@ -44,11 +45,6 @@ def _train_in_turn(cases: list, hooks: list) -> tuple[list, str]:
 @pytest.mark.parametrize("mode", SETTINGS)
 @ranks(2)
 def test_two_models_of_one_hook_are_both_recorded(mode: str) -> None:
-    import tiny_gpt
-    import torch.distributed as dist
-
-    from megatron_hecate.record.run_folder import read
-
     root = Path(os.environ["TEST_FOLDER"])
     cases = [tiny_gpt.Case(accumulate=2), tiny_gpt.Case(**FOUR_EXPERTS)]
     tiny_gpt.initialize(cases[0])
@@ -81,10 +77,6 @@ def test_two_models_of_one_hook_are_both_recorded(mode: str) -> None:
 @ranks(2)
 def test_a_second_run_of_the_hook_counts_no_model() -> None:
     """Also where the model has a folder of its own, and after a model that was refused."""
-    import tiny_gpt
-    import torch
-    import torch.distributed as dist
-
     folder = Path(os.environ["TEST_FOLDER"], "run")
     case = tiny_gpt.initialized()
     hook = tiny_gpt.fssdp_hook(record=folder)

@@ -5,17 +5,19 @@ Oracle: the unconverted model; literal numbers. `test_job_metrics` counts tokens
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import tiny_gpt
 from ranks import ranks
+
+from megatron_hecate import layer_metrics
+from megatron_hecate.plan import CPU
+from megatron_hecate.record.metrics import step_metrics, summarize
 
 
 @ranks(2)
 def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
     """Usual speeds of CPU ranks: no copy pays on so small a model. Nothing but the counts is communicated."""
-    import tiny_gpt
-
-    from megatron_hecate import layer_metrics
-    from megatron_hecate.plan import CPU
     from megatron_hecate.step import layer
 
     case = tiny_gpt.initialized(accumulate=2)
@@ -43,10 +45,6 @@ def test_where_copies_do_not_pay_the_layer_runs_stock_code() -> None:
 @pytest.mark.fast
 def test_what_is_logged_of_two_layers() -> None:
     """Literal numbers: a layer with one hot and one dead expert, and a layer without tokens."""
-    import numpy as np
-
-    from megatron_hecate.record.metrics import step_metrics, summarize
-
     load = np.array([[60, 20, 20, 0], [0, 0, 0, 0]])
     routed, computed = np.array([[80, 20], [0, 0]]), np.array([[55, 45], [0, 0]])
     values = step_metrics(load, routed, computed, token_ms=2.0, price_ms=np.array([60.0, 0.0]))
@@ -90,10 +88,6 @@ def test_what_is_logged_of_two_layers() -> None:
 @pytest.mark.fast
 def test_experts_that_a_layer_lacks_are_not_dead() -> None:
     """Layers of four and of two experts on two ranks, in one record. Literal numbers."""
-    import numpy as np
-
-    from megatron_hecate.record.metrics import step_metrics
-
     load = [np.array([6, 0, 1, 1]), np.array([3, 1])]
     rank = np.array([[6, 2], [3, 1]])
     values = step_metrics(load, rank, rank, token_ms=1.0)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+import tiny_gpt
 import torch
 from ranks import ranks
+from torch._C._profiler import _ExperimentalConfig
 
 from megatron_hecate import trace
 
@@ -24,7 +26,6 @@ def test_nobody_looks_and_nothing_is_done() -> None:
 @pytest.mark.fast
 def test_a_profiler_of_all_threads_shows_spans_of_each_thread() -> None:
     """As torch's debug server of a job starts it."""
-    from torch._C._profiler import _ExperimentalConfig
 
     def run(layer: str) -> None:
         with trace.span("quotas", layer):
@@ -45,8 +46,6 @@ def test_a_profiler_of_all_threads_shows_spans_of_each_thread() -> None:
 
 @ranks(2)
 def test_spans_of_a_step() -> None:
-    import tiny_gpt
-
     case = tiny_gpt.initialized(accumulate=2, settings=(("num_layers", 4),))
     hook = tiny_gpt.fssdp_hook(lifetime="layer")
     silent = tiny_gpt.train(case, steps=3, hook=hook)

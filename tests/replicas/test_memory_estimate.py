@@ -11,10 +11,16 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
+import tiny_gpt
 import torch
+import torch.distributed as dist
+from allocations import allocations, peak, peaks, skewed
+from model_state import snapshot
 from ranks import ranks
 
+from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.transport import LayerBuffer
+from megatron_hecate.record.metrics import layer_metrics
 from megatron_hecate.replicas.memory_estimate import (
     ExpertMemory,
     JobMemory,
@@ -103,8 +109,6 @@ def test_a_pipeline_holds_what_was_estimated() -> None:
 
 
 def _case(**fields: Any) -> Any:
-    import tiny_gpt
-
     settings = (("num_layers", 4), ("hidden_size", 64), ("moe_ffn_hidden_size", 208))
     return tiny_gpt.Case(
         **{"accumulate": 2, "skew": 3.0, "seq": 4, "micro_batch": 1, **fields}, settings=settings
@@ -112,10 +116,6 @@ def _case(**fields: Any) -> Any:
 
 
 def _compare_with_run(case: Any) -> None:
-    import tiny_gpt
-
-    from megatron_hecate.comm.agreement import Note
-
     tiny_gpt.initialize(case)
     notes, agree = [], Note.agree
     Note.agree = lambda note, **settings: (notes.append(note), agree(note, **settings))[1]
@@ -164,9 +164,6 @@ def _compare_with_run(case: Any) -> None:
 
 def _watch_buffers(chunks: list, seen: list[int]) -> list:
     """Have the bytes of every allocation of buffers noted, with what the transport takes beside."""
-    import tiny_gpt
-    from allocations import allocations
-
     transport = tiny_gpt.moe_layers(chunks)[0].fssdp.transport
     allocate = transport.allocate
 
@@ -187,9 +184,6 @@ def _bytes(tensors: Iterable[torch.Tensor]) -> int:
 def test_beyond_the_estimate_are_one_layers_gradients() -> None:
     """At the worst moment of a step as many expert-sized tensors live outside the buffers as a layer has homes and
     slots: their gradients, until they are added to main_grad. (Stock's experts, one by one: a matrix.)"""
-    import tiny_gpt
-    from allocations import allocations, peak
-
     case = _case()
     tiny_gpt.initialize(case)
     chunk, smaller = 3 * 208 * 64 * 4, 208 * 64 * 4  # bytes of an expert, and of its second matrix
@@ -266,10 +260,6 @@ def test_free_memory_of_a_cpu_is_shared(monkeypatch: pytest.MonkeyPatch) -> None
 @ranks(2)
 def test_switching_on_with_little_memory() -> None:
     """Ranks with different free memory choose alike, and train with what they chose; what cannot fit is an error."""
-    import tiny_gpt
-    import torch.distributed as dist
-    from model_state import snapshot
-
     case = _case()
     tiny_gpt.initialize(case)
     chunks, _ = tiny_gpt.build(case)
@@ -324,12 +314,6 @@ def test_switching_on_with_little_memory() -> None:
 @ranks(2)
 def test_a_skewed_run_stays_inside_its_budget() -> None:
     """Every token goes to one rank in stock Megatron. Oracle: stock with forced balance, the rank load in tokens."""
-    import tiny_gpt
-    import torch.distributed as dist
-    from allocations import peaks, skewed
-
-    from megatron_hecate.record.metrics import layer_metrics
-
     sizes = dict(experts=8, seq=64, micro_batch=8, skew=0.0)
     case = tiny_gpt.initialized(**sizes)
     hook = tiny_gpt.fssdp_hook(late_replicas=4)

@@ -12,6 +12,10 @@ from ranks import ranks
 from rerouting_cases import EXPERTS, RANKS, TOKENS, check_every_token
 from seeds import seeds
 
+from megatron_hecate.device.launch import Kernels
+from megatron_hecate.plan import Placement, World
+from megatron_hecate.routing.reroute import CountedTokens, Rerouter
+
 
 @pytest.mark.fast
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -24,9 +28,6 @@ def test_every_token_gets_a_holder_by_quota(seed: int, tp_size: int) -> None:
 @pytest.mark.fast
 def test_a_count_adds_to_a_sum() -> None:
     """Oracle: torch's sum. The sum may exceed 32 bits, and a sum is optional."""
-    from megatron_hecate.device.launch import Kernels
-    from megatron_hecate.routing.reroute import CountedTokens
-
     kernels = Kernels(torch.device("cpu"))
     begun = torch.arange(EXPERTS) + (1 << 40)
     total = begun.clone()
@@ -48,9 +49,6 @@ def test_sources_without_tokens() -> None:
 def test_without_replicas_tokens_follow_homes_that_move() -> None:
     """A token for expert e reaches the place that holds e now, and its gradient comes back from there. In between
     there are replicas, and a backward that runs after the next move is that of its own forward."""
-    from megatron_hecate.plan import Placement, World
-    from megatron_hecate.routing.reroute import Rerouter
-
     config = SimpleNamespace(
         moe_token_dispatcher_type="alltoall", moe_pad_expert_input_to_capacity=False
     )

@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_hecate.switch_on import unsupported
 
@@ -200,8 +201,6 @@ def test_a_value_of_a_later_megatron_is_refused_by_its_name(setting: str) -> Non
 
 
 def test_optimizer_states_of_an_unknown_dtype_do_not_move() -> None:
-    import torch
-
     for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
         for dtype in ("fp32", "bf16", torch.float32, torch.bfloat16):
             assert not unsupported.find({name: dtype, "moe_fssdp_rehome": 4}, slots=0)

@@ -5,11 +5,14 @@ FSDP2 and Megatron's builder are the real ones; Bridge and its adapters are stan
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny_gpt
+import torch
 from model_state import snapshot
 from ranks import ranks
 
@@ -17,16 +20,7 @@ FSDP2 = r"use_torch_fsdp2=True: .* set dist.use_torch_fsdp2=false or leave out -
 MEGATRON_FSDP = r"use_megatron_fsdp=True: .* set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave"
 
 
-def _stock_model() -> tuple[list, Any]:
-    import tiny_gpt
-
-    case = tiny_gpt.initialized()
-    return tiny_gpt.build(case)
-
-
 def _forward(chunks: list) -> None:
-    import tiny_gpt
-
     case = tiny_gpt.Case()
     tiny_gpt.forward_step(iter([tiny_gpt.batch(case, 0, 0)]), chunks[0], case=case)
 
@@ -42,7 +36,6 @@ def _shard(chunks: list) -> None:
 
 def _adapt(module: Any, name: str) -> None:
     """What Bridge's LoRA does to a linear."""
-    import torch
 
     class LoRALinear(torch.nn.Module):
         def __init__(self, to_wrap: torch.nn.Module) -> None:
@@ -57,8 +50,6 @@ def _adapt(module: Any, name: str) -> None:
 
 
 def _adapt_experts(chunks: list) -> None:
-    import tiny_gpt
-
     # the attention's are no concern of ours
     _adapt(chunks[0].decoder.layers[0].self_attention, "linear_proj")
     _adapt(tiny_gpt.moe_layers(chunks)[1].experts.local_experts[0], "linear_fc1")
@@ -66,8 +57,6 @@ def _adapt_experts(chunks: list) -> None:
 
 def _quantize_experts(chunks: list) -> None:
     """ModelOpt gives linears another class in place: before DDP, or after it, as NeMo-RL and verl do."""
-    import tiny_gpt
-
     for linear in (
         chunks[0].decoder.layers[0].self_attention.linear_proj,
         tiny_gpt.moe_layers(chunks)[1].experts.local_experts[0].linear_fc1,
@@ -93,8 +82,6 @@ OWNERS: dict[str, tuple[Callable[[list], None], str]] = {
 @ranks(2)
 def test_owners_of_experts() -> None:
     """Before the hook, which leaves the model as it was, and after it, in every forward."""
-    import tiny_gpt
-
     case = tiny_gpt.initialized()
     for take, message in OWNERS.values():
         chunks, _ = tiny_gpt.build(case)
@@ -120,12 +107,11 @@ def test_owners_of_experts() -> None:
 @pytest.mark.parametrize("setting", ["use_megatron_fsdp", "use_torch_fsdp2"])
 def test_megatrons_builder_runs_the_hook_and_then_wraps(setting: str) -> None:
     """``ModelConfig.pre_wrap_hooks`` go into this function as one."""
-    import tiny_gpt
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.training.models import dist_utils
 
-    chunks, config = _stock_model()
+    chunks, config = tiny_gpt.build(tiny_gpt.initialized())
 
     def build(**settings: Any) -> None:
         dist_utils.unimodal_build_distributed_models(
@@ -147,10 +133,9 @@ def test_megatrons_builder_runs_the_hook_and_then_wraps(setting: str) -> None:
 @pytest.mark.newest
 @ranks(2)
 def test_the_hook_by_hand_in_a_job_with_arguments() -> None:
-    import tiny_gpt
     from megatron.training import global_vars
 
-    chunks, config = _stock_model()
+    chunks, config = tiny_gpt.build(tiny_gpt.initialized())
     config.cuda_graph_impl = "local"
     global_vars._GLOBAL_ARGS = SimpleNamespace(use_megatron_fsdp=True, modelopt_enabled=True)
     with pytest.raises(ValueError, match=MEGATRON_FSDP) as error:
@@ -164,12 +149,9 @@ def test_the_hook_by_hand_in_a_job_with_arguments() -> None:
 @ranks(2)
 def test_megatron_fsdp_by_hand() -> None:
     """It runs on CUDA only, so its mark on the parameters that it takes is put there by hand."""
-    import inspect
-
-    import tiny_gpt
     from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp
 
-    chunks, _ = _stock_model()
+    chunks, _ = tiny_gpt.build(tiny_gpt.initialized())
     tiny_gpt.fssdp_hook()(chunks)
     assert "param.__fsdp_param__ = True" in inspect.getsource(megatron_fsdp)
     for param in chunks[0].parameters():
