@@ -23,13 +23,13 @@ LONGEST_COMPILED = 85
 BOXES = ("nvlink", "homes", "routes", "record")
 # Lines by area, at most: lowered with what is deleted, never raised.
 AREAS = {
-    "core": 14_345,
-    "box nvlink": 2_144,
-    "box homes": 1_240,
+    "core": 13_964,
+    "box nvlink": 2_071,
+    "box homes": 1_216,
     "box routes": 288,
-    "box record": 1_897,
-    "tools": 4_431,
-    "tests": 29_946,
+    "box record": 1_824,
+    "tools": 4_415,
+    "tests": 28_766,
     "bench": 7_895,
 }
 
