@@ -11,7 +11,7 @@ Importing this package imports neither Megatron nor CUDA.
 | `step` | a step: the MoE layer, one forward on one screen; iterations, forecasts, prefetching |
 | `replicas` | replicas on this rank: buffers, lifetimes, autograd |
 | `routing`, `device` | kernels that reroute tokens; compilation and launch of kernels |
-| `plan` | placement of replicas and quotas of tokens: numpy in, frozen plans out |
+| `plan` | placement of replicas: numpy in, frozen plans out |
 | `comm` | transfers: plans, the transport `p2p`; groups and agreement of ranks |
 | `megatron` | adapters to Megatron's modules: experts, dispatchers, gradient buckets |
 | `switch_on` | whether FSSDP can be switched on; the hook that converts a model |

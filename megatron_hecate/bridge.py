@@ -99,7 +99,7 @@ class Metrics(callbacks.Callback):
     def on_train_step_start(self, context: callbacks.CallbackContext) -> None:
         if (model := _recorded(context.model)) is not None:
             # number of finished iterations, which only this callback can see
-            model.clock.number = context.state.train_state.step
+            model.clock.log_number = context.state.train_state.step
 
     def on_train_step_end(self, context: callbacks.CallbackContext) -> None:
         state = context.state

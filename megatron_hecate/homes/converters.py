@@ -31,30 +31,37 @@ def restore_homes_before_conversions(schedule: HomesSchedule, converters: Sequen
     Args:
         schedule: schedule of a model's homes.
         converters: objects that models' configurations hold; other objects are ignored.
-
-    Raises:
-        ValueError: if a library lacks one of the methods. mbridge's versions have different ones.
     """
-    for module, (name, methods) in LIBRARIES.items():
-        owner = sys.modules.get(module)
-        if name:
-            owner = getattr(owner, name, None)
-        if owner is None:
-            continue
-        for method in methods:
-            convert = getattr(owner, method, None)
-            if convert is None and module != MBRIDGE:
-                raise ValueError(
-                    f"FSSDP cannot move homes (rehome): {_with_version(module)} has no {method}, "
-                    "where FSSDP moves them back before weights are read; leave rehome off"
-                )
-            if callable(convert) and not hasattr(convert, "_megatron_hecate"):
-                setattr(owner, method, _restoring(convert))
+    for _, owner, method in _methods():
+        convert = getattr(owner, method, None)
+        if callable(convert) and not hasattr(convert, "_megatron_hecate"):
+            setattr(owner, method, _restoring(convert))
     for converter in converters:
         names = [name for name in METHODS if callable(getattr(converter, name, None))]
         if names and not hasattr(getattr(type(converter), names[0]), "_megatron_hecate"):
             converter.__class__ = _subclass(type(converter), tuple(names))
     _schedules[schedule] = Attempt.current()
+
+
+def find_unknown_libraries() -> list[str]:
+    """List methods that imported `LIBRARIES` lack; mbridge's versions have different ones."""
+    return [
+        f"{_with_version(module)} has no {method}, where homes would move back (rehome) before "
+        "weights are read; leave rehome off"
+        for module, owner, method in _methods()
+        if module != MBRIDGE and not hasattr(owner, method)
+    ]
+
+
+def _methods() -> Iterator[tuple[str, Any, str]]:
+    """Yield the module, the owner and the name of each method of the imported `LIBRARIES`."""
+    for module, (name, methods) in LIBRARIES.items():
+        owner = sys.modules.get(module)
+        if name:
+            owner = getattr(owner, name, None)
+        if owner is not None:
+            for method in methods:
+                yield module, owner, method
 
 
 def _with_version(module: str) -> str:

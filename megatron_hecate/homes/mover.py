@@ -71,7 +71,7 @@ class Homes:
     @property
     def are_moved(self) -> bool:
         """Whether any expert is, or may be, away from its place as built by Megatron."""
-        return self._is_writing or any(map(_differ, self.built, self.now))
+        return self._is_writing or not all(map(np.array_equal, self.built, self.now))
 
     def refuse_if_inconsistent(self) -> None:
         """Raise RuntimeError if an error interrupted the writing of received values."""
@@ -85,14 +85,14 @@ class Homes:
         """Move experts to the given order of each layer, between two iterations. Collective.
 
         Raises:
-            RuntimeError: on all ranks when homes differ.
+            RuntimeError: on all ranks when homes differ; after an error midway.
             ValueError: for an optimizer's state that cannot move.
             TransferError: when a rank dies or does not take part in time.
         """
-        homes = np.concatenate([_order_of(state.homes) for state in self._states])
-        hashes = gather_objects(
-            zlib.crc32(homes.tobytes()), self._group, what="comparing homes", label="homes"
-        )
+        self.refuse_if_inconsistent()
+        # A rank on which a move failed before its first write has other homes.
+        digest = zlib.crc32(np.concatenate(self.now).tobytes())
+        hashes = gather_objects(digest, self._group, what="comparing homes", label="homes")
         if len(set(hashes)) > 1:
             ranks = dist.get_process_group_ranks(self._group)
             raise RuntimeError(
@@ -100,7 +100,7 @@ class Homes:
                 f"Hashes of the homes on ranks {ranks}: {hashes}"
             )
         for state, order in zip(self._states, orders, strict=True):
-            if _differ(order, _order_of(state.homes)):
+            if not np.array_equal(order, _order_of(state.homes)):
                 self._move_layer(state, order)
 
     def state_of(self, state: LayerState) -> StateOnRanks:
@@ -146,10 +146,6 @@ class Homes:
 
 def _order_of(homes: Placement) -> Order:
     return homes.table[:, : homes.num_experts // homes.num_ranks].ravel()
-
-
-def _differ(a: Order, b: Order) -> bool:
-    return not np.array_equal(a, b)
 
 
 def _rounds(

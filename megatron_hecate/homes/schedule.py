@@ -99,14 +99,11 @@ class HomesSchedule(Rehoming):
         return (self._clock.has_stepped or unseen) and len(self._window) >= config.rehome
 
     def restore(self) -> None:
-        """Move all experts back to their original ranks until the next iteration. Collective.
-
-        Does nothing where no expert has moved.
+        """Move moved experts back to their original ranks until the next iteration. Collective.
 
         Raises:
-            As `Homes.refuse_if_inconsistent` and `Homes.move`.
+            As `Homes.move`.
         """
-        self.homes.refuse_if_inconsistent()
         if self.homes.are_moved:
             orders = self._wanted or self.homes.now
             self._clock.end_iteration()

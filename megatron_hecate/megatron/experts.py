@@ -49,12 +49,12 @@ class PhysicalExperts:
         self.inside.check()
         self._module = experts
         self.twin = _make_twin(experts, num_physical)
-        # set by the layer
+        # set by `step.layer_state`
         self.running: ForwardPass | None = None
         self.reduction_point = ReductionPoint(
             by_hand=bool(getattr(experts.config, "delay_wgrad_compute", False))
         )
-        # the plan whose weights the twin's quantized copies were made from
+        # transfers of the weights that the twin's quantized copies were made from
         self.computes_with: TransferPlan | None = None
         # submodule and attribute of each parameter of this rank's own experts, flat
         self.owners = find_owners(experts, self.twin.names, self.num_homes)
@@ -122,16 +122,16 @@ class PhysicalExperts:
             self.delayed.clear()
             self.twin.drop_delayed()
 
-    def compute_with(self, plan: TransferPlan | None) -> None:
-        """Prepare the next forward for the replicas of ``plan``, or for none.
+    def compute_with(self, transfers: TransferPlan | None) -> None:
+        """Prepare the next forward for the replicas that ``transfers`` fetch, or for none.
 
-        Every iteration has a plan object of its own, so that the quantized copies of the last
+        Every iteration has an object of its own, so that the quantized copies of the last
         iteration are dropped.
         """
-        self.computes_with = plan
+        self.computes_with = transfers
         self.twin.drop_quantized(0)
-        if plan is not None:
-            self.twin.compute_first(self.num_homes + max(plan.slots, default=-1) + 1)
+        if transfers is not None:
+            self.twin.compute_first(self.num_homes + max(transfers.slots, default=-1) + 1)
 
 
 def _make_twin(experts: Module, num_physical: int) -> Twin:

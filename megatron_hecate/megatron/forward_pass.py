@@ -24,7 +24,7 @@ class LayerIteration:
     Args:
         placement: homes and replicas, late replicas included.
         planned: placement before late replicas.
-        number: iteration of the placement; `NO_ITERATION` forces a new one.
+        iteration: iteration of the placement; `NO_ITERATION` forces a new one.
         transfers: transfers of this rank that fetch the replicas; ``None`` without replicas.
         replicas: replicas of the next or running forward.
         fetched_epoch: epoch of the weights that were fetched last (`step.clock`); ``None`` before
@@ -34,7 +34,7 @@ class LayerIteration:
 
     placement: Placement
     planned: Placement
-    number: int = NO_ITERATION
+    iteration: int = NO_ITERATION
     transfers: TransferPlan | None = None
     replicas: Replicas | None = None
     fetched_epoch: int | None = None

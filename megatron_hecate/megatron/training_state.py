@@ -40,7 +40,7 @@ class Forward(enum.Enum):
     OTHER = "evaluation, or without gradients"
 
     @classmethod
-    def running(cls, layer: Module, *, gradients: bool | None) -> Forward:
+    def classify(cls, layer: Module, *, gradients: bool | None) -> Forward:
         """Determine the purpose of the running forward of ``layer``.
 
         Under a checkpoint the first pass has no gradients, so the model chunk's forward around the

@@ -180,7 +180,7 @@ class Observer:
         """
         clock = self.clock
         is_running = clock.begun == clock.iteration
-        if is_running and running_iteration() not in (None, clock.number) and not _captures():
+        if is_running and running_iteration() not in (None, clock.log_number) and not _captures():
             # Megatron skipped the step, or the optimizer is none of torch's.
             self.end_iteration()
         clock.enter(layer)
@@ -215,7 +215,7 @@ class Observer:
         self.clock.end_iteration()
         self.collect()
         total = GroupSum(self.counts.take(), self._group, timeout=1.0)
-        self._sums.append((self.clock.number, time.time(), total))
+        self._sums.append((self.clock.log_number, time.time(), total))
 
     def collect(self) -> bool:
         """Record the sums that are ready; return whether no sum is in flight."""

@@ -1,6 +1,6 @@
 """Autograd nodes that join replicas to their homes.
 
-Three nodes take part in one microbatch of a layer. The table has the order of the forward; the
+These nodes take part in one microbatch of a layer. The table has the order of the forward; the
 backward runs from the bottom to the top:
 
     _Homes            homes, before the attention   waits for the spRS, completes gradients
@@ -73,7 +73,7 @@ class PendingGradients:
             leaves.append(torch.empty(0, device=leaves[0].device, requires_grad=True))
         return pending, _join_homes(pending._reach_homes, *leaves)
 
-    def delay(self) -> None:
+    def begin(self) -> None:
         """Begin a backward of the experts, whose gradients `take` gets after it."""
         self._is_late = False
 

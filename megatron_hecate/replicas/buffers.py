@@ -103,11 +103,13 @@ class Buffer:
         return self._chunks[key]
 
     def wait(self) -> None:
-        """Wait for the transfer that uses this memory, if there is one."""
+        """Wait for the transfer that uses this memory; where it fails, forget the content."""
         transfer = self.transfer
         self.transfer = None
         if transfer is not None:
+            held, self.holds = self.holds, None
             transfer.wait()
+            self.holds = held
 
     def clear(self) -> None:
         """Wait for the transfer, and discard a result left by an aborted backward."""

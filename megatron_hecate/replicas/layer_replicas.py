@@ -131,7 +131,7 @@ class Replicas:
         Collective: all ranks call it at the same point.
         """
         pending = PendingGradients(self.slots.experts)
-        self._return_gradients(pending, self._grads())
+        self._return_gradients(pending)
         return pending
 
     def start(self) -> None:
@@ -317,7 +317,7 @@ class Replicas:
         if self.slots.experts.delayed is None:
             self._add_gradients(pending, bound, grads)
         else:
-            pending.delay()
+            pending.begin()
             take = partial(self._add_gradients, pending, bound)
             self.slots.experts.delayed.append((grads, take))
 
@@ -344,17 +344,18 @@ class Replicas:
         if not self.are_kept or (
             not pass_index and self._events.is_last_backward(self, microbatches)
         ):
-            self._return_gradients(pending, self._grads())
+            self._return_gradients(pending)
             self._finish()
         pending.take(grads[: len(pending.homes) * len(layout.shapes)])
         return pending
 
-    def _return_gradients(self, pending: PendingGradients, summed: list[Tensor]) -> None:
+    def _return_gradients(self, pending: PendingGradients) -> None:
         self._become(ReplicaState.RETURNING)
         buffer = self._grad_buffer
         sizes = self.slots.sizes
         chunks = buffer.chunks(sizes.slots, sizes.elements, sizes.grad_dtype)
         transfers = self.transfers
+        summed = self._grads()
         if summed[0].dtype is not chunks[0].dtype:
             # bf16 sums grow to fp32 in the same memory: convert the last slot first.
             for slot in reversed(transfers.slots):

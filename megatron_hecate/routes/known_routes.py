@@ -70,7 +70,7 @@ class KnownRoutes:
         first = self._states[index]
         # True if one plan serves all microbatches.
         serves_all = first.keeps_replicas
-        is_planned = serves_all and first.current.number == iteration
+        is_planned = serves_all and first.current.iteration == iteration
         if is_planned or not first.config.slots:
             return
         states = [state for state in self._states[index:] if state.chunk == first.chunk]
@@ -84,7 +84,7 @@ class KnownRoutes:
                 self.are_known[state.index] = is_complete
             else:
                 self.are_known[state.index] = True
-                state.current.number = NO_ITERATION
+                state.current.iteration = NO_ITERATION
 
     def forecast(
         self, state: LayerState, forecast: np.ndarray | None, microbatches: int

@@ -65,7 +65,7 @@ class QuotaTables:
         self.placed: Placement | None = None
         self._loads_shape = (len(shape.source_rank), shape.num_experts)
         # index of each source in the group's order
-        self._places = np.argsort(shape.order).tolist()
+        self._source_index = np.argsort(shape.order).tolist()
         # the last placement without replicas, and its `parts`
         self._homes: tuple[Placement, Tensor] | None = None
 
@@ -129,7 +129,7 @@ class QuotaTables:
             ctypes.c_void_p(loads.data_ptr()),
             ctypes.c_void_p(work.data_ptr()),
             ctypes.c_uint(shared),
-            ctypes.c_int(self._places[source]),
+            ctypes.c_int(self._source_index[source]),
             ctypes.c_int(self.shape.source_rank[source]),
             ctypes.c_void_p(parts.data_ptr()),
             ctypes.c_void_p(None if counts is None else counts.data_ptr()),

@@ -37,7 +37,7 @@ class Clock:
     ) -> None:
         self._passes = passes
         self._read_number = read_number
-        # Called in this order where an iteration begins.
+        # Called in this order where an iteration begins, and where its gradients are reduced.
         self.listeners: list[StepEvents] = []
         # Iterations that have ended.
         self.iteration = 0
@@ -45,8 +45,8 @@ class Clock:
         # an older epoch are fetched again.
         self.epochs = [0] * num_chunks
         # Number of the running iteration in the job's log.
-        self.number = 0
-        # Last iteration that any layer has entered.
+        self.log_number = 0
+        # Last iteration that has begun.
         self.begun = -1
         # Reason of the last iteration's end, for errors.
         self.ended_because = "weights may have changed"
@@ -96,15 +96,16 @@ class Clock:
         self.begun = self.iteration
         self.microbatches = self.counted_microbatches
         self._num_unstepped = 0 if self.has_stepped else self._num_unstepped + 1
-        self.number = self._read_number() or self.number + 1
+        self.log_number = self._read_number() or self.log_number + 1
         self._forwards = [0] * len(self._passes)
         try:
             for listener in self.listeners:
-                listener.iteration_begins(self.number)
+                listener.iteration_begins(self.log_number)
         except BaseException:
             # A loop that catches the error begins another iteration.
             self.end_iteration()
             raise
+        # Listeners read it: homes move only after a step.
         self.has_stepped = False
 
     @property
@@ -113,7 +114,8 @@ class Clock:
 
         With the same plans a repeated forward and backward, such as by Megatron's rerun state
         machine, is bitwise the same. Steps of an optimizer that is not torch's, or inside a CUDA
-        graph, are not observed, so only a few successive iterations count as repetitions.
+        graph, are not observed, so only a few successive iterations count as repetitions. True in a
+        job's first iteration, too, which has no plan to repeat.
         """
         return 0 < self._num_unstepped <= MOST_REPEATED
 

@@ -3,9 +3,9 @@
 materialize  before the attention  first forward of an iteration: plan from the forecast, begin
                                    to fetch replicas
 begin        before the router     choose the replicas that this forward computes with
+count        `preprocess`          this microbatch's tokens per expert; after a graph, in `dispatch`
 late         `preprocess`          if enabled: measured loads -> late replicas where they pay
 reroute      `preprocess`          measured loads -> quotas -> a holder of its expert for each token
-observe      `dispatch`            count this microbatch's tokens per expert
 dispatch, experts, combine         Megatron's methods, over physical experts
 backward     `replicas`            fetch dropped replicas again; return gradients during the
                                    attention's backward
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 
@@ -64,7 +63,7 @@ class FSSDPLayer:
             state.end_forward()
         # before the homes are joined to replicas, because autograd runs later nodes first
         hidden = state.parts.experts.reduction_point.before_attention(hidden)
-        purpose = Forward.running(self, gradients=self.prefetcher.gradients)
+        purpose = Forward.classify(self, gradients=self.prefetcher.gradients)
         self.prefetcher.before_attention(state.index, purpose)
         return hidden
 
@@ -86,7 +85,7 @@ class FSSDPLayer:
         if state.running is not None and state.running.stage is not Stage.DISPATCHED:
             return
         here.reach(state.name)
-        purpose = Forward.running(self, gradients=self.prefetcher.gradients)
+        purpose = Forward.classify(self, gradients=self.prefetcher.gradients)
         replicas = self.prefetcher.materialize(state.index, purpose)
         state.begin_forward(ForwardPass(purpose, replicas))
         if replicas is not None or state.always_physical:
@@ -127,15 +126,14 @@ class FSSDPLayer:
         else:
             assert running is not None, f"{state.name}: a forward without begin"
             by_quotas = running.replicas is not None
-            late = (
-                state.config.late_replicas > 0
-                and running.purpose is Forward.MICROBATCH
-                and self.prefetcher.planner.awaits_late_replicas(state)
-            )
+            late = self.prefetcher.planner.awaits_late_replicas(state)
         if captured and state.always_physical and rerouter.tables.placed is None:
             # graphs are warmed up and captured before the first iteration places replicas
             state.place(None)
-        sums = None if captured else self._sums_of(running, routing_map.device)
+        sums = None
+        if not captured and running.purpose is Forward.MICROBATCH:
+            running.is_counted = True
+            sums = self.prefetcher.monitor.next_counts(state.index, routing_map.device)
         counted = rerouter.count(routing_map, probs, sums)
         if by_quotas or late:
             with trace.span("loads", state.name):
@@ -171,13 +169,6 @@ class FSSDPLayer:
             state.place(running.replicas)
         return running.replicas is not None
 
-    def _sums_of(self, running: ForwardPass, device: torch.device) -> Tensor | None:
-        """Return the load monitor's sums for a microbatch's own forward, and mark it as counted."""
-        if running.purpose is not Forward.MICROBATCH:
-            return None
-        running.is_counted = True
-        return self.prefetcher.monitor.counts(self.fssdp.index, device)
-
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp
         running = state.running
@@ -197,8 +188,8 @@ class FSSDPLayer:
         running = state.running
         computed = super().routed_experts_compute(*args, **kwargs)
         recorder = self.prefetcher.monitor.recorder
-        is_counted = recorder is not None and recorder.counts is not None
-        if is_counted and running.purpose is Forward.MICROBATCH:
+        is_recorded = recorder is not None and recorder.counts is not None
+        if is_recorded and running.purpose is Forward.MICROBATCH:
             sent_tokens = getattr(self.token_dispatcher, "input_splits", None)
             recorder.computed(state.index, running, sent_tokens)
         return computed

@@ -29,6 +29,7 @@ from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
 from megatron_hecate.megatron.forward_pass import LayerIteration
+from megatron_hecate.megatron.training_state import Forward
 from megatron_hecate.plan import Placement, add_late_replicas, plan_replicas
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
@@ -220,9 +221,11 @@ class LayerPlanner:
     def awaits_late_replicas(self, state: LayerState) -> bool:
         """Return whether the running forward may get late replicas.
 
-        It must be the first to compute with its layer's replicas, which must not be planned for
-        true loads already.
+        It must be a microbatch's, the first to compute with its layer's replicas, and these must
+        not be planned for true loads already.
         """
+        if not state.config.late_replicas or state.running.purpose is not Forward.MICROBATCH:
+            return False
         if self._routes.are_known[state.index] or self.is_paused:
             return False
         if state.keeps_replicas:
@@ -240,7 +243,7 @@ class LayerPlanner:
         index = state.index
         if index in self._first_layers and not self._clock.is_within_microbatch(index):
             self._routes.begin_microbatch(index, iteration, self._clock.microbatches)
-        if state.current.number != iteration:
+        if state.current.iteration != iteration:
             with trace.span("plan", state.name):
                 placement = self._choose(state, forecast)
                 transfers = state.transfers_for(placement)
@@ -249,7 +252,7 @@ class LayerPlanner:
     def _choose(self, state: LayerState, forecast: np.ndarray | None) -> Placement:
         if self.is_paused:
             return state.homes
-        if self._clock.is_repeated and state.current.number == self._clock.iteration - 1:
+        if self._clock.is_repeated and state.current.iteration == self._clock.iteration - 1:
             return state.planned
         layer_forecast, microbatches = self._routes.forecast(
             state, forecast, self._clock.microbatches or 1
@@ -272,7 +275,7 @@ def plan_late(state: LayerState, loads: Tensor) -> Placement:
     """
     shape = dataclasses.replace(state.shape(1), fetches=1, returns=1)
     return add_late_replicas(
-        # The only synchronization of the host with the device.
+        # The host waits for the device: it chooses the copies.
         loads.sum(dim=0).cpu().numpy(),
         state.placement,
         state.world,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import deque
-from functools import cached_property
 from itertools import chain
 from typing import Any, NoReturn
 
@@ -133,14 +132,11 @@ class LayerState(Uncopied):
             device_of_rank(),
             exchanges=isinstance(self.physical_dispatcher, CountedAlltoAll),
         )
-        captured = holds_preprocess(SettingSources(layer.config))
-        self.always_physical = config.slots + config.rehome > 0 and (
-            self.rerouter.always_physical or captured
+        # Whether a CUDA graph holds `preprocess`.
+        self.is_captured = holds_preprocess(SettingSources(layer.config))
+        self.always_physical = bool(config.slots or config.rehome) and (
+            self.rerouter.always_physical or self.is_captured
         )
-        if captured:
-            # A CUDA graph returns the dispatcher's attributes that are listed by name.
-            for dispatcher in (self.stock_dispatcher, self.physical_dispatcher):
-                dispatcher.cudagraph_attrs.append("expert_loads")
         # Current homes.
         self.homes = parts.homes_only
         # The running iteration, or the last one.
@@ -176,7 +172,7 @@ class LayerState(Uncopied):
         current = self.current
         current.is_prepared = False
         if not self.keeps_replicas and current.replicas is not None:
-            # No microbatch computes with the replicas.
+            # Passes of the aborted microbatch computed with them, and no backward follows.
             self.finish_backward(current.replicas)
             current.replicas = None
 
@@ -205,9 +201,8 @@ class LayerState(Uncopied):
         """Replicas of the next or running forward."""
         return self.current.replicas
 
-    @cached_property
     def _sizes(self) -> LayerShape:
-        """Sizes of the layer for the cost model, for one pass."""
+        """Compute the layer's sizes for the cost model from its parameters as they are now."""
         model = self.parts.layer.config
         # Width of a token as dispatched.
         token_width = getattr(model, "moe_latent_size", None) or model.hidden_size
@@ -228,7 +223,7 @@ class LayerState(Uncopied):
         # Without a schedule, replicas and their gradients are transferred in each microbatch.
         least = 0 if self.in_schedule else 1
         return dataclasses.replace(
-            self._sizes,
+            self._sizes(),
             microbatches=microbatches * passes,
             fetches=max(1, max(least, lifetime.fetches) * microbatches),
             returns=max(1, max(least, lifetime.returns * passes) * microbatches),
@@ -321,7 +316,7 @@ class LayerState(Uncopied):
         """True if a microbatch is known that may be recomputed."""
         return self.keeps_replicas or bool(self._in_flight)
 
-    def skip_stock_backward(self) -> bool:
+    def pop_stock_microbatch(self) -> bool:
         """Return whether the oldest microbatch ran stock code, and forget it then.
 
         A backward of stock code has no node of FSSDP. Without gradients the microbatch is kept:
@@ -350,6 +345,6 @@ class LayerState(Uncopied):
             self.parts.experts.drop_delayed()
             self.parts.experts.unsettled = None
         last = self.current
-        self.current = LayerIteration(last.placement, last.planned, last.number)
+        self.current = LayerIteration(last.placement, last.planned, last.iteration)
         self.joined_homes = None
         self.end_forward()

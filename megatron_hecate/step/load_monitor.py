@@ -1,4 +1,4 @@
-"""Load monitor: tokens of each expert of each layer, summed over the FSSDP group.
+"""Load monitor: tokens of each expert of each layer, summed over all ranks that share the experts.
 
 The kernel that counts a forward's tokens adds them to the sums. At the end of the iteration one
 asynchronous all-reduce sums the counts of all layers while the optimizer steps; the result is read
@@ -175,7 +175,7 @@ class LoadMonitor:
         # Its measurements are summed with the loads.
         self.recorder: LoadRecorder | None = None
 
-    def counts(self, layer: int, device: torch.device) -> Tensor:
+    def next_counts(self, layer: int, device: torch.device) -> Tensor:
         """Return the counts to which a microbatch of ``layer`` is added, [E] int64 on ``device``.
 
         Call it once per microbatch. The largest layer's number of experts is E; other layers have
@@ -191,7 +191,7 @@ class LoadMonitor:
     def count(self, layer: int, loads: Tensor) -> None:
         """Add one microbatch of ``layer``, with this rank's tokens per expert ``loads`` [E]."""
         # `+=` on an item would also copy the result back.
-        self.counts(layer, loads.device)[: loads.shape[0]].add_(loads)
+        self.next_counts(layer, loads.device)[: loads.shape[0]].add_(loads)
 
     def start_reduce(self) -> bool:
         """Start the all-reduce of this iteration's counts. Collective.
@@ -201,13 +201,14 @@ class LoadMonitor:
         """
         if not self._counts or self._reduced is not None:
             return False
-        counts = torch.cat(list(self._counts))
-        self._counts = ()
         included = np.asarray([*self._meter.measured(), self._count_frozen()], dtype=np.int64)
         if self.recorder is not None:
             included = np.concatenate([included, self.recorder.measured()])
-            if self.recorder.counts is not None:
-                counts = self.recorder.counts.take()
+        if self.recorder is not None and self.recorder.counts is not None:
+            counts = self.recorder.counts.take()
+        else:
+            counts = torch.cat(list(self._counts))
+        self._counts = ()
         measured = torch.from_numpy(included)
         if counts.is_cuda:
             measured = measured.pin_memory().to(counts.device, non_blocking=True)

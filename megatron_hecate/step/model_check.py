@@ -8,19 +8,16 @@ import torch.distributed as dist
 
 from megatron_hecate.comm.agreement import collect, format_ranks
 from megatron_hecate.comm.collectives import gather_objects
-from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 
 
-def check_experts(state: LayerState, clock: Clock) -> None:
+def check_experts(state: LayerState) -> None:
     """Check that nothing has been attached to a layer's single experts since the last iteration.
 
     Raises:
         ValueError: on the rank that has such code.
     """
     if problems := _foreign_code([state]):
-        # The next forward begins an iteration again, and is refused as well.
-        clock.end_iteration()
         raise _refusal(problems)
 
 

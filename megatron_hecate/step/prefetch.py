@@ -7,7 +7,7 @@ Hooks of Megatron call the prefetcher, and it calls the layers' states.
 | `begin_chunk` | fetches a model chunk's first layer: embedding and dense layers run first |
 | `before_attention` | fetches further layers, while this layer's attention runs |
 | `materialize` | returns the replicas of the forward |
-| `dispatched` | counts the tokens of a microbatch |
+| `dispatched` | notes that a microbatch has been routed |
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ class Prefetcher(Uncopied, StepEvents):
                     "torch's or TransformerEngine's checkpoint, and several backwards through one "
                     "forward (retain_graph=True) only with --moe-fssdp-lifetime iteration"
                 )
-            if state.skip_stock_backward():
+            if state.pop_stock_microbatch():
                 return None
         else:
             self.clock.enter(index)
@@ -233,10 +233,10 @@ class Prefetcher(Uncopied, StepEvents):
             return current.is_prepared
         clock = self.clock
         epoch = clock.epochs[state.chunk]
-        return current.number == clock.iteration and current.fetched_epoch == epoch
+        return current.iteration == clock.iteration and current.fetched_epoch == epoch
 
     def _prepare(self, state: LayerState) -> None:
-        """Begin to fetch the replicas of the layer's next microbatch."""
+        """Begin to fetch the replicas of the layer's next microbatch, unless they are held."""
         if state.current.is_prepared:
             return
         if state.config.slots:
@@ -248,8 +248,7 @@ class Prefetcher(Uncopied, StepEvents):
         current = state.current
         is_first = current.fetched_epoch is None
         if is_first:
-            check_experts(state, self.clock)
-        current.is_prepared = True
+            check_experts(state)
         # Weights change between two passes of a microbatch only if its forward was aborted.
         is_later_pass = state.parts.passes > 1 and self.clock.is_within_microbatch(state.index)
         epochs = self.clock.epochs
@@ -258,16 +257,18 @@ class Prefetcher(Uncopied, StepEvents):
             # begins another epoch if they were written
             self.detector.note_writes(state)
             is_current = current.fetched_epoch == epochs[state.chunk]
-        if is_current and (state.keeps_replicas or is_later_pass):
-            return
         if not is_current:
-            current.fetched_epoch = epochs[state.chunk]
             state.renew_transfers()
-        if state.keeps_replicas and not is_first:
-            if current.replicas is not None and current.transfers is not None:
-                current.replicas.refresh(current.transfers)
-            return
-        current.replicas = None if current.transfers is None else self._fetch(state)
+        are_held = state.keeps_replicas or (is_current and is_later_pass)
+        if current.transfers is None:
+            current.replicas = None
+        elif is_first or not are_held:
+            current.replicas = self._fetch(state)
+        elif not is_current:
+            current.replicas.refresh(current.transfers)
+        # After an error of a check or a fetch the next forward repeats them.
+        current.fetched_epoch = epochs[state.chunk]
+        current.is_prepared = True
 
     def _fetch(self, state: LayerState) -> Replicas:
         """Begin to fetch the planned replicas, for one microbatch or for the whole iteration."""

@@ -88,6 +88,7 @@ def attach(
     orders = states[0].config.slots > 0
     data_parallel = DataParallel(len(model.chunks), prefetcher.detector, orders=orders)
     prefetcher.returns.data_parallel = data_parallel
+    # The recorder takes what the prefetcher has collected.
     clock.listeners = [data_parallel, prefetcher, recorder]
     blocks = _blocks_by_layer(model.chunks)
     with contextlib.ExitStack() as undo:
@@ -95,8 +96,6 @@ def attach(
             _attach_layer(undo, layer, state=state, prefetcher=prefetcher)
             if (block := blocks.get(id(layer))) is not None:
                 _attach_block(undo, block, layer)
-            if state.always_physical:
-                _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
         if prefetcher.rehoming is not None:
             # a framework may keep its converter of weights in the configuration that chunks share
             configs = [getattr(chunk, "config", None) for chunk in model.chunks]
@@ -128,6 +127,13 @@ def _attach_layer(
         prefetcher=prefetcher,
         __class__=_subclass(FSSDPLayer, type(layer)),
     )
+    if state.always_physical:
+        _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
+    if state.is_captured:
+        # A CUDA graph returns the dispatcher's attributes that are listed by name.
+        for dispatcher in (state.stock_dispatcher, state.physical_dispatcher):
+            names = [*dispatcher.cudagraph_attrs, "expert_loads"]
+            _assign(undo, dispatcher, cudagraph_attrs=names)
     _assign(
         undo,
         experts,

@@ -50,8 +50,6 @@ class Connection:
         why: short reason for the choice of "auto"; else empty.
         nodes: node number of each rank of a group, for every FSSDP group of this rank.
         transports: transport of every FSSDP group of this rank; empty if there are problems.
-        exposed: on rank 0, explanation of transfers that compute waits for, with the way out; empty
-            where none are known at setup.
         nccl_bytes: bytes of this rank's GPU that NCCL took to connect the ranks.
     """
 
@@ -59,7 +57,6 @@ class Connection:
     why: str
     nodes: Mapping[Group, tuple[int, ...]]
     transports: Mapping[Group, Transport]
-    exposed: str = ""
     nccl_bytes: int = 0
 
 
@@ -113,9 +110,10 @@ def connect(
     if failures:
         problems += [f"transport={request!r} failed its self-test: {text}" for text in failures]
         transports = {}
-    exposed = ONE_QUEUE if dist.get_rank() == 0 and job["one queue"] else ""
+    if dist.get_rank() == 0 and job["one queue"]:
+        print(f"FSSDP: {ONE_QUEUE}", flush=True)
     nodes = {group: nodes for group, (nodes, _) in layouts.items()}
-    return Connection(name, why, nodes, transports, exposed, nccl_bytes)
+    return Connection(name, why, nodes, transports, nccl_bytes)
 
 
 def _decide(

