@@ -139,7 +139,6 @@ class Replicas:
         if self.buffer.holds is not self.transfers:
             # What uses the content, such as the fetch of another layer, comes first.
             self.buffer.wait()
-            self.buffer.holds = self.transfers
             self._fetch(self.transfers)
 
     def refresh(self, transfers: TransferPlan) -> None:
@@ -154,6 +153,8 @@ class Replicas:
 
     def _fetch(self, transfers: TransferPlan) -> None:
         slots = self.slots
+        # An error leaves a buffer without content.
+        self.buffer.holds = None
         slots.experts.wait_for_values()
         self.buffer.transfer = slots.pool.transport.fetch(
             transfers,
@@ -161,6 +162,7 @@ class Replicas:
             self.buffer.chunks(slots.sizes.slots, *slots.sizes.weights),
             label=self.label,
         )
+        self.buffer.holds = self.transfers
         self._become(ReplicaState.FETCHING)
 
     def add_late(self, placement: Placement, transfers: TransferPlan) -> None:
@@ -179,7 +181,6 @@ class Replicas:
         earlier_transfers = self.transfers
         self.transfers = transfers
         self.placement = placement
-        self.buffer.holds = transfers
         self._fetch(transfers.without(earlier_transfers))
 
     def wait(self) -> None:

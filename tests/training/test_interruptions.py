@@ -138,6 +138,13 @@ def _while_replicas_come(run: Any) -> None:
     _layers(run)[1].self_attention.register_forward_pre_hook(_Fault())
 
 
+def _before_a_fetch(run: Any) -> None:
+    """Of replicas on one rank and the other: nothing is in the buffer."""
+    transport, fault = tiny_gpt.moe_layers(run.chunks)[1].fssdp.transport, _Fault(2)
+    fetch = transport.fetch
+    transport.fetch = lambda *args, **kwargs: (fault(), fetch(*args, **kwargs))[1]
+
+
 def _after_attention(run: Any) -> None:
     _layers(run)[1].self_attention.register_forward_hook(_Fault())
 
@@ -195,6 +202,7 @@ THREE_LAYERS = dict(settings=dict(num_layers=LAYERS))
 PLACES: dict[str, tuple[Callable[[Any], None], dict[str, Any]]] = {
     "forward": (_after_all_forwards, THREE_LAYERS),
     "prefetch": (_while_replicas_come, THREE_LAYERS),
+    "fetch": (_before_a_fetch, THREE_LAYERS),
     "router": (_after_router, THREE_LAYERS),
     "backward": (_in_backward, THREE_LAYERS),
     "between": (_while_gradients_return, THREE_LAYERS),

@@ -17,12 +17,6 @@ def refusal(chunks: list, **settings: Any) -> str:
 def snapshot(chunks: list) -> list:
     modules = [(name, module) for chunk in chunks for name, module in chunk.named_modules()]
     return [
-        (
-            name,
-            id(m),
-            type(m),
-            sorted(k for k in vars(m) if k not in ("training",)),
-            len(m._load_state_dict_post_hooks),
-        )
+        (name, id(m), type(m), sorted(vars(m)), len(m._load_state_dict_post_hooks))
         for name, m in modules
     ]
