@@ -44,7 +44,7 @@ FLOORS = [
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITH_MEGATRON = set(
     """
-    megatron switch_on enable bridge __main__ step.layer step.layer_state record.job_sizes
+    megatron switch_on enable bridge step.layer_state record.job_sizes
     record.job_metrics record.observe record.recorder tools.check tools.command_line
     """.split()
 )

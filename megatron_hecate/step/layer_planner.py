@@ -281,5 +281,6 @@ def plan_late(state: LayerState, loads: Tensor) -> Placement:
         state.world,
         cost=shape.copy_cost(state.world),
         max_copies=state.config.late_replicas,
+        # Default speeds do not know the network between the nodes.
         across_nodes=state.config.speeds is not None,
     )

@@ -1,7 +1,7 @@
 """What this process asks of FSSDP, and whether a model has it; needs no Megatron.
 
-This is the only store of both. All ways in write to it, and `entry` reads it where a model is
-wrapped.
+All ways in but the hook write to it, and `entry` reads it where a model is wrapped. A model's own
+configuration may hold flags as well, and converted chunks keep the settings of their hook.
 """
 
 from __future__ import annotations
