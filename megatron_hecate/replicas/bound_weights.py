@@ -103,8 +103,8 @@ class BoundWeights:
         trained = self.requires_grad
         if not all(trained):
             trained = layout.computed(np.reshape(trained, (-1, parts))).ravel().tolist()
-        is_filled = [slot in self.transfers.slots for slot in range(slots)]
-        return trained + [filled for filled in is_filled for _ in range(parts)]
+        are_filled = ([slot in self.transfers.slots] * parts for slot in range(slots))
+        return [*trained, *chain.from_iterable(are_filled)]
 
     def _fuse(self, main_grads: Sequence[Tensor | None], is_fused: Sequence[bool]) -> None:
         """Let fused GEMMs add the gradients of weights to ``main_grads``."""

@@ -70,8 +70,8 @@ def buffer_sizes(layers: Sequence[LayerBuffer], lifetime: str) -> tuple[list[int
     """
     number = min(LIFETIMES[lifetime].buffers or len(layers), len(layers))
     turns = [layers[turn::number] for turn in range(number)]
-    weights = [max(layer.weight_bytes for layer in turn) for turn in turns]
-    return weights, [max(layer.grad_bytes for layer in turn) for turn in turns]
+    weights = [max(map(attrgetter("weight_bytes"), turn)) for turn in turns]
+    return weights, [max(map(attrgetter("grad_bytes"), turn)) for turn in turns]
 
 
 class Buffer:

@@ -221,8 +221,8 @@ class LayerPlanner:
     def awaits_late_replicas(self, state: LayerState) -> bool:
         """Return whether the running forward may get late replicas.
 
-        It must be a microbatch's, the first to compute with its layer's replicas, and these must
-        not be planned for true loads already.
+        It must be a microbatch's, the first to compute with its layer's replicas, whose plan must
+        not be for true loads already.
         """
         if not state.config.late_replicas or state.running.purpose is not Forward.MICROBATCH:
             return False

@@ -172,7 +172,7 @@ class LayerState(Uncopied):
         current = self.current
         current.is_prepared = False
         if not self.keeps_replicas and current.replicas is not None:
-            # Passes of the aborted microbatch computed with them, and no backward follows.
+            # No backward follows the passes of the aborted microbatch.
             self.finish_backward(current.replicas)
             current.replicas = None
 

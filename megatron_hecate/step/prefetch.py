@@ -266,7 +266,7 @@ class Prefetcher(Uncopied, StepEvents):
             current.replicas = self._fetch(state)
         elif not is_current:
             current.replicas.refresh(current.transfers)
-        # After an error of a check or a fetch the next forward repeats them.
+        # Set last: the next forward repeats a check or a fetch that failed.
         current.fetched_epoch = epochs[state.chunk]
         current.is_prepared = True
 

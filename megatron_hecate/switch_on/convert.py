@@ -23,7 +23,6 @@ from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.observe import observe
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.switch_on.attach import Chunks, Model, attach
-# The import also watches for wrappers that would take the experts' weights after the hook.
 from megatron_hecate.switch_on.entry import earlier_settings, num_chunks
 from megatron_hecate.switch_on.proposal import Proposal
 from megatron_hecate.switch_on.request import REQUEST
