@@ -3,8 +3,7 @@ whatever it keeps for experts with them: moments, main parameters, copies on the
 
 Oracle: the same model without FSSDP, same ranks and optimizer; bit for bit where homes move without replicas
 (`training_with_moves`). At first nothing but the step says that an iteration ends: Megatron's microbatch calculator is
-away, and a step that is missed leaves old weights in replicas. TransformerEngine's kernels and the package under Muon
-are stand-ins.
+away, and a step that is missed leaves old weights in replicas. TransformerEngine's kernels are stand-ins.
 """
 
 from __future__ import annotations
@@ -27,6 +26,8 @@ from ranks import ranks
 
 MOMENTS_IN_BF16 = dict(PRECISION_AWARE, exp_avg_sq_dtype="bfloat16")
 OFFLOAD = dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)
+# or bf16 in matrix products, which amplify the rounding of sums
+MUON = dict(optimizer="muon", muon_fp32_matmul_prec="highest")
 ON_HOST = dict(bf16=True, distributed_optimizer=True)
 # ranks, fields of tiny_gpt.Case, of OptimizerConfig, of TransformerConfig; classes that step on a rank and how often in
 # 3 steps, of rows that are trained without moves as well
@@ -60,16 +61,16 @@ OPTIMIZERS: dict[str, tuple[int, dict, dict, dict, dict[str, int]]] = {
         {},
         {},
     ),
-    "muon": (2, {}, dict(optimizer="muon"), {}, dict(TensorParallelMuon=6, FusedAdam=3)),
-    "muon-biases": (2, {}, dict(optimizer="muon"), BIAS, {}),
+    "muon": (2, {}, MUON, {}, dict(TensorParallelMuon=6, FusedAdam=3)),
+    "muon-biases": (2, {}, MUON, BIAS, {}),
     "muon-layer-wise": (
         2,
         dict(bf16=True),
-        dict(optimizer="dist_muon"),
+        {**MUON, "optimizer": "dist_muon"},
         {},
         dict(TensorParallelMuon=3, FusedAdam=3),
     ),
-    "muon-layer-wise-edp2": (4, dict(bf16=True), dict(optimizer="dist_muon"), BIAS, {}),
+    "muon-layer-wise-edp2": (4, dict(bf16=True), {**MUON, "optimizer": "dist_muon"}, BIAS, {}),
 }
 QUICK = "apex-adam torch-sgd te-adam-precision-aware cpu-offload muon-layer-wise".split()
 SEEN = [name for name, row in OPTIMIZERS.items() if row[-1]]

@@ -1,4 +1,4 @@
-"""Optimizers of apex, TransformerEngine and Muon, on ranks without a GPU."""
+"""Optimizers of apex and TransformerEngine, on ranks without a GPU."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PRECISION_AWARE = dict(
 
 
 def packages(name: str) -> str | None:
-    """What ranks start with; Megatron looks for Muon's package when it is imported."""
-    return "te" if name.startswith("te-") else None if name.startswith("muon") else "megatron"
+    """What ranks start with."""
+    return "te" if name.startswith("te-") else "megatron"
 
 
 def install(name: str) -> None:
@@ -26,10 +26,6 @@ def install(name: str) -> None:
 
         tex_on_cpu.FUNCTIONS.update(adam_on_cpu.FUNCTIONS)
         te_on_cpu.install()
-    elif name.startswith("muon"):
-        import muon_on_cpu
-
-        muon_on_cpu.install()
     import tiny_gpt  # noqa: F401
     import torch
     from megatron.core import optimizer
