@@ -7,7 +7,6 @@ Megatron wraps it. Without ``--moe-fssdp`` both behave as before.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from argparse import ArgumentParser
@@ -16,6 +15,7 @@ from typing import Any
 
 from megatron.training import arguments
 
+from megatron_hecate.comm.agreement import SwitchOnError
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.megatron import assumptions
 from megatron_hecate.switch_on import entry  # noqa: F401  (watches what wraps models)
@@ -38,7 +38,9 @@ def _with_flags(add_megatron_arguments: Callable) -> Callable:
 
 
 assumptions.require(assumptions.TRAINING_ASSUMPTIONS, module=__name__, by="Megatron")
-# Read here, because a script may not store what it has parsed. The parser explains a wrong value.
-with contextlib.suppress(ValueError):
+# Read here, because a script may not store what it has parsed.
+try:
     REQUEST.flags = {**flags_among(sys.argv[1:]), **REQUEST.flags}
+except ValueError as error:
+    raise SwitchOnError([str(error)]) from None
 wrap(arguments, "add_megatron_arguments", _with_flags)

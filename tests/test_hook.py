@@ -48,7 +48,10 @@ def test_converts_in_place_and_once() -> None:
         ValueError, match=r"runs FSSDP already, with .*slots=2.* asked for .*slots=3"
     ):
         tiny_gpt.fssdp_hook(slots=3)(chunks)
-    assert torch.is_grad_enabled()
+    (chunk,), _ = tiny_gpt.build(case)
+    hook([chunk.decoder.layers[0]])
+    with pytest.raises(ValueError, match="FSSDP cannot be switched on"):
+        hook([chunk])  # whose second layer would stay stock
 
 
 @pytest.mark.fast

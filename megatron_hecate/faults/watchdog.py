@@ -189,6 +189,8 @@ class Watchdog(BackgroundThread):
         self._ranks = ranks
         self._interval = interval
         self._timeout = timeout
+        # It stops the thread a little after the store's server may be gone.
+        self._attempt = Attempt.current()
         self._host = socket.gethostname()
         # Steps and start of the present stall, and whether its line is printed.
         self._steps = here.steps
@@ -199,7 +201,7 @@ class Watchdog(BackgroundThread):
         # The store and the job end together.
         with contextlib.suppress(RuntimeError, OSError):
             self._post()
-            while not self.stopping.wait(self._interval):
+            while not (self.stopping.wait(self._interval) or self._attempt.is_over):
                 self._post()
                 if self._is_long_stall() and self._is_reporter():
                     self._report()

@@ -56,7 +56,6 @@ def allocate_shared(
     Returns:
         This rank's block; addresses of all ranks' blocks; object that must live as long.
     """
-    # The mappings stay valid without the names of the files, which are removed at the end.
     with contextlib.ExitStack() as files:
         with _raise_on_all(group, what="allocating shared memory"):
             try:
@@ -67,10 +66,10 @@ def allocate_shared(
                 # Too little memory is an error here, and not a bus error at the first access.
                 os.posix_fallocate(file.fileno(), 0, size)
             except OSError as error:
+                free = shutil.disk_usage(SHARED).free if SHARED.is_dir() else 0
                 raise OSError(
-                    f"cannot allocate {size} bytes of shared memory, "
-                    f"{shutil.disk_usage(SHARED).free} are free in {SHARED}: {error}; make "
-                    f"{SHARED} larger, or use p2p"
+                    f"cannot allocate {size} bytes of shared memory, {free} are free in {SHARED}: "
+                    f"{error}; make {SHARED} larger, or use p2p"
                 ) from error
         names = gather_objects(file.name, group, what="mapping shared memory", label=LABEL)
         with _raise_on_all(group, what="mapping shared memory"):

@@ -47,12 +47,14 @@ class _Job(NamedTuple):
     Args:
         what: "spAG" or "spRS".
         label: name of the layer.
+        homes: tensors of the own experts that are moved, kept: stages read addresses.
         slots: chunks of the slots.
         memory: addresses of the memory.
     """
 
     what: str
     label: str
+    homes: Mapping[int, Sequence[Tensor]]
     slots: Sequence[Tensor]
     memory: Memory
 
@@ -94,11 +96,7 @@ class NVLink:
         self._stripes = torch.empty(0)
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
-        """Return the bytes of the send buffer and of the stripe buffers.
-
-        Peers read this rank's experts from the send buffer. Stripe buffers hold stripes that are
-        sent between domains.
-        """
+        """Return the bytes of the send buffer, which peers read, and of the stripe buffers."""
         return sum(buffer_bytes(layers, self._domain_sizes))
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
@@ -246,7 +244,7 @@ class NVLink:
             STRIPE: (self._stripes.data_ptr(), stripe),
         }
         buffers = tuple(places.get(kind, (0, 0)) for kind in range(1 + STRIPE))
-        return _Job(what, label, slots, Memory.of(homes, buffers, slot.itemsize))
+        return _Job(what, label, homes, slots, Memory.of(homes, buffers, slot.itemsize))
 
     def _elements(self, part: Part, job: _Job) -> Tensor:
         """Return the elements of ``part``, which is on this rank."""

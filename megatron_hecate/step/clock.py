@@ -114,8 +114,7 @@ class Clock:
 
         With the same plans a repeated forward and backward, such as by Megatron's rerun state
         machine, is bitwise the same. Steps of an optimizer that is not torch's, or inside a CUDA
-        graph, are not observed, so only a few successive iterations count as repetitions. True in a
-        job's first iteration, too, which has no plan to repeat.
+        graph, are not observed, so only a few successive iterations count as repetitions.
         """
         return 0 < self._num_unstepped <= MOST_REPEATED
 

@@ -145,7 +145,11 @@ class FSSDPLayer:
                     timeout=state.config.timeout,
                 )
             if late:
-                by_quotas = self._add_late_replicas(running, loads)
+                with trace.span("late", state.name):
+                    running.replicas = self.prefetcher.add_late(state, loads)
+                by_quotas = running.replicas is not None
+                if by_quotas:
+                    state.place(running.replicas)
         physical = by_quotas or state.always_physical
         dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
         if self.token_dispatcher is not dispatcher:
@@ -159,15 +163,6 @@ class FSSDPLayer:
                 dispatcher.expect(routing_map, exchange)
         dispatcher.expert_loads = counted.loads
         return probs, routing_map
-
-    def _add_late_replicas(self, running: ForwardPass, loads: Tensor) -> bool:
-        """Add late replicas to a forward where they pay; return whether it has any replicas."""
-        state = self.fssdp
-        with trace.span("late", state.name):
-            running.replicas = self.prefetcher.add_late(state, loads)
-        if running.replicas is not None:
-            state.place(running.replicas)
-        return running.replicas is not None
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         state = self.fssdp

@@ -246,8 +246,7 @@ class Prefetcher(Uncopied, StepEvents):
             finish_gathers(self._experts[state.index], following)
         self.planner.plan(state, self.forecast)
         current = state.current
-        is_first = current.fetched_epoch is None
-        if is_first:
+        if current.fetched_epoch is None:
             check_experts(state)
         # Weights change between two passes of a microbatch only if its forward was aborted.
         is_later_pass = state.parts.passes > 1 and self.clock.is_within_microbatch(state.index)
@@ -262,7 +261,7 @@ class Prefetcher(Uncopied, StepEvents):
         are_held = state.keeps_replicas or (is_current and is_later_pass)
         if current.transfers is None:
             current.replicas = None
-        elif is_first or not are_held:
+        elif current.replicas is None or not are_held:
             current.replicas = self._fetch(state)
         elif not is_current:
             current.replicas.refresh(current.transfers)

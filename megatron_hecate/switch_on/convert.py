@@ -23,7 +23,7 @@ from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.observe import observe
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.switch_on.attach import Chunks, Model, attach
-from megatron_hecate.switch_on.entry import earlier_settings, num_chunks
+from megatron_hecate.switch_on.entry import converted_parts, num_chunks
 from megatron_hecate.switch_on.proposal import Proposal
 from megatron_hecate.switch_on.request import REQUEST
 
@@ -38,13 +38,14 @@ class Hook:
     def __call__(self, model: Any, **_: Any) -> Any:
         """Convert ``model``; keyword arguments are those of mbridge's callbacks."""
         chunks = _chunks_of(model)
-        earlier = earlier_settings(chunks)
+        rank_model = Model.find(chunks)
+        converted = converted_parts(chunks)
         refuse(
             f"this model runs FSSDP already, with {settings}; asked for {self.config}"
-            for settings in earlier
-            if settings != self.config
+            for settings in {part._fssdp_settings for part in converted} - {self.config}
         )
-        if earlier and all(earlier_settings([chunk]) for chunk in chunks):
+        within = set(chain.from_iterable(part.modules() for part in converted))
+        if converted and within.issuperset(rank_model.layers):
             return model
         config = getattr(chunks[0], "config", None) if len(chunks) == 1 else None
         if config is not None and num_chunks(config) > 1:
@@ -55,7 +56,7 @@ class Hook:
         if self.config.observe:
             observe(chunks, self.config)
         else:
-            _convert(Model.find(chunks), self.config)
+            _convert(rank_model, self.config)
         # kept with the chunks, because a pipeline stage may have no MoE layers
         for chunk in chunks:
             chunk._fssdp_settings = self.config

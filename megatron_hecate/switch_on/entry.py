@@ -57,9 +57,9 @@ def switch_on(wrapper: type, module: Module) -> None:
         SwitchOnError: for settings that cannot be combined, or chunks that cannot be found.
     """
     config = getattr(module, "config", None)
-    if earlier := earlier_settings([module]):
-        for settings in earlier:
-            _refuse_fsdp(wrapper, config, settings)
+    if converted := converted_parts([module]):
+        for part in converted:
+            _refuse_fsdp(wrapper, config, part._fssdp_settings)
         return
     has_experts = any(isinstance(part, MoELayer) for part in module.modules())
     # a model without experts is a critic, or a dense model that is upcycled
@@ -131,10 +131,10 @@ def num_chunks(config: Any) -> int:
     return stages or parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1
 
 
-def earlier_settings(chunks: list[Module]) -> set[HecateConfig]:
-    """Return the settings with which the hook has run on the model chunks."""
+def converted_parts(chunks: list[Module]) -> list[Any]:
+    """Return the modules in ``chunks`` on which the hook has run; they hold its settings."""
     modules = chain.from_iterable(chunk.modules() for chunk in chunks)
-    return {part._fssdp_settings for part in modules if hasattr(part, "_fssdp_settings")}
+    return [part for part in modules if hasattr(part, "_fssdp_settings")]
 
 
 _BaseDataParallel.__new__ = staticmethod(_construct)  # type: ignore[method-assign,assignment]

@@ -40,11 +40,8 @@ def read() -> dict[str, Script]:
     """Return the public scripts by name."""
     return {
         row["name"]: Script(
-            row["settings"],
-            row["sources"][0]["licence"],
-            row["flags"],
-            row["ranks"],
-            row["trained"],
+            licence=row["sources"][0]["licence"],
+            **{name: row[name] for name in ("settings", "flags", "ranks", "trained")},
         )
         for row in json.loads(SCRIPTS.read_text())
     }
