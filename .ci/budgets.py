@@ -23,8 +23,8 @@ LONGEST_COMPILED = 85
 BOXES = ("nvlink", "homes", "routes", "record")
 # Lines by area, at most: lowered with what is deleted, never raised.
 AREAS = {
-    "core": 13_964,
-    "box nvlink": 2_071,
+    "core": 13_962,
+    "box nvlink": 2_068,
     "box homes": 1_216,
     "box routes": 288,
     "box record": 1_824,
