@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,23 +42,18 @@ def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     assert target.read_text() == "old" and (tmp_path / "link").read_text() == "new"
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/null")])
-def test_what_is_no_file_is_refused(make: Callable[[Path], None], tmp_path: Path) -> None:
-    path = tmp_path / "out"
-    make(path)
-    for action in (files.check_writable, lambda one: files.replace(one, "new")):
-        with pytest.raises(OSError, match=f"{path} is a device, a pipe or a folder; name a file"):
-            action(path)
-    assert _names(tmp_path) == ["out"]
-
-
-@pytest.mark.parametrize("name", ["missing/out", "file/out"])
-def test_a_folder_that_is_none(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["pipe", "folder", "link", "missing/out", "file/out"])
+def test_what_is_no_file_is_refused(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("/dev/null")
     (tmp_path / "file").write_text("old")
+    path, names = tmp_path / name, _names(tmp_path)
+    reason = "" if "/" in name else " is a device, a pipe or a folder; name a file"
     for action in (files.check_writable, lambda one: files.replace(one, "new")):
-        with pytest.raises(OSError, match=f"{tmp_path / name}"):
-            action(tmp_path / name)
-    assert _names(tmp_path) == ["file"]
+        with pytest.raises(OSError, match=f"{path}{reason}"):
+            action(path)
+    assert _names(tmp_path) == names and (tmp_path / "file").read_text() == "old"
 
 
 def test_a_disk_without_room_leaves_the_old_file(tmp_path: Path) -> None:

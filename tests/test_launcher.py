@@ -1,6 +1,6 @@
 """The ways to switch FSSDP on in an unmodified pretraining script, through ``megatron.training.pretrain`` itself.
 
-Oracle: what stock Megatron's own log says for the same arguments.
+Oracle: what stock Megatron's own log says for the same arguments, ended and started again alike where a job is.
 """
 
 from __future__ import annotations
@@ -23,10 +23,14 @@ from pretraining import (
     pretrain,
     pretrain_arguments,
     python,
+    run_script,
 )
 from ranks import ranks
 
+from megatron_hecate.record import run_folder
+
 pytestmark = pytest.mark.newest
+TERMINATED = SUPPORT / "scripts" / "terminated_pretrain.py"
 
 
 def test_a_script_that_starts_itself_again_and_builds_no_model(tmp_path: Path) -> None:
@@ -195,3 +199,32 @@ def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path) -> None:
     line = "FSSDP cannot be switched on; rank 0 prints the reasons (this is rank 1)"
     assert log.count(line) == 1, log
     assert not re.search(r'File "[^"]*megatron_hecate/', log), log
+
+
+def _ended_and_continued(text: Path, checkpoints: Path, launcher: list[str]) -> list[list[float]]:
+    """Losses of both parts; the launcher gets the signal in the third iteration of six."""
+    flags = ["--exit-signal-handler", "--save", str(checkpoints), "--load", str(checkpoints)]
+    flags += ["--save-interval", "100"]
+    code, log = run_script(text, *flags, launcher=launcher, script=TERMINATED)
+    assert code != 0, "torchrun ends with the signal"
+    assert "exiting program after receiving SIGTERM" in log, log[-4000:]
+    assert (checkpoints / "latest_checkpointed_iteration.txt").read_text() == "3"
+    return [losses(log), losses(pretrain(text, *flags, launcher=launcher))]
+
+
+@pytest.mark.slow
+def test_a_job_that_is_ended_goes_on_where_it_was(text: Path, tmp_path: Path) -> None:
+    """Experts move to other homes, which a checkpoint does not show. torchrun passes the signal on to the ranks, which
+    have 30 s then, or $TORCH_ELASTIC_SHUTDOWN_TIMEOUT."""
+    stock = _ended_and_continued(text, tmp_path / "stock", [])
+    assert [len(part) for part in stock] == [3, 3]
+    free = str(ROOT / "tests" / "data" / "free_copies.json")
+    flags = ["--moe-fssdp", "--moe-fssdp-speeds", free, "--moe-fssdp-rehome", "2"]
+    record = tmp_path / "run"
+    launcher = ["-m", "megatron_hecate", *flags, "--moe-fssdp-record", str(record)]
+    ours = _ended_and_continued(text, tmp_path / "ours", launcher)
+    for part, expected in zip(ours, stock, strict=True):
+        assert part == pytest.approx(expected, rel=1e-5)
+    held = run_folder.read(record)
+    assert held.iteration.tolist() == [1, 2, 3, 4, 5, 6], "also the last ones of both parts"
+    assert (held.replica >= 0).any()

@@ -1,7 +1,8 @@
 """The sdist and the wheel: what they hold, what they say, and that the wheel works where nothing of the checkout is.
 
-Oracle: a literal list of files beside the modules of the checkout; `packaging`'s validation of the metadata; a fresh
-environment. Builds run without network and without isolation, from a copy of the checkout.
+Oracle: a literal list of files beside the modules of the checkout; `packaging`'s validation of the metadata; versions
+that containers and releases have; a fresh environment. Builds run without network and without isolation, from a copy
+of the checkout.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 from packaging.metadata import Metadata
+from packaging.requirements import Requirement
 from pretraining import ROOT
 
 from megatron_hecate import __version__
@@ -36,6 +39,13 @@ PAGE = {
 }  # fmt: skip
 LICENCES = {"LICENSE", "NOTICE", "megatron_hecate/tools/page/uplot.LICENSE"}
 BUILD = "import sys\nfrom setuptools import build_meta\nprint(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+# of containers and of development too; packages that are not here are taken in any version
+TAKEN = {
+    "torch": "2.11.0a0+eb65b36914.nv26.02 2.11.0 2.13.0+cpu",
+    "megatron-core": "0.16.1 0.18.0.dev0 0.20.0rc0 0.20.0rc0+d98e8a64",
+}
+REFUSED = {"torch": "2.10.0 2.10.1+cu130"}
 
 
 def _run(*command: object, **settings: Any) -> str:
@@ -107,6 +117,16 @@ def test_metadata(wheel: zipfile.ZipFile) -> None:
     assert metadata.description.startswith("# megatron-hecate\n")
     scripts = wheel.read(f"{info}/entry_points.txt").decode().split()
     assert scripts == "[console_scripts] megatron-hecate = megatron_hecate.__main__:main".split()
+
+
+@pytest.mark.fast
+def test_versions_that_pip_takes() -> None:
+    requirements = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["megatron"]]
+    for name, specifier in ((r.name, r.specifier) for r in map(Requirement, requirements)):
+        assert name in TAKEN or not specifier, f"{name}: add the container's version here"
+        for versions, taken in ((TAKEN, True), (REFUSED, False)):
+            for version in versions.get(name, "").split():
+                assert specifier.contains(version, prereleases=True) is taken, (name, version)
 
 
 def test_the_notice_names_the_release_of_uplot_that_is_inside() -> None:

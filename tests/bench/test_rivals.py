@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from loads import EXPERTS, synthetic
+from plan_cases import ROUND_SPEEDS
 from rivals import find_planners
 from rivals.eplb import balanced_packing, replicate_experts
 from rivals.fill import Fill
@@ -19,7 +21,7 @@ from rivals.planner import Setting
 from rivals.score import score
 from rivals.split import even_split
 
-from megatron_hecate.plan import LayerShape, Link, Placement, Speeds, World
+from megatron_hecate.plan import LayerShape, Placement, World
 from megatron_hecate.tools.traffic import token_traffic
 
 UNIT = LayerShape(expert_bytes=1, grad_bytes=2, token_bytes=1, token_flops=1.0)
@@ -46,21 +48,13 @@ def assert_valid(planner, load: np.ndarray, placement: Placement, quotas) -> Non
         assert placement.holders.sum(axis=0).max() <= most
 
 
-def random_loads(steps: int, ranks: int, experts: int) -> np.ndarray:
-    """[T, R, E] skewed loads that drift."""
-    rng = np.random.default_rng(7)
-    taste = np.cumsum(rng.normal(size=(steps, experts)), axis=0) * 0.3 + rng.normal(size=experts)
-    share = np.exp(taste) / np.exp(taste).sum(axis=1, keepdims=True)
-    return rng.multinomial(200, np.repeat(share[:, None], ranks, axis=1)).astype(np.int64)
-
-
 @pytest.mark.parametrize("name", find_planners())
 @pytest.mark.parametrize(
     ("node", "slots"), [((0,) * 4 + (1,) * 4, 1), ((0,) * 4, 2), ((0, 1), 0)], ids=str
 )
 def test_every_plan_is_valid(name, node, slots) -> None:
-    planner = find_planners()[name](setting(16, node, slots=slots))
-    loads = random_loads(55, len(node), 16)
+    planner = find_planners()[name](setting(EXPERTS, node, slots=slots))
+    loads = synthetic("domains", len(node), steps=55)[:, 0]
     loads[3] = 0  # no token at all
     loads[4, :, 1:] = 0  # one expert takes everything
     history: list[np.ndarray] = []
@@ -77,9 +71,8 @@ def test_every_plan_is_valid(name, node, slots) -> None:
 
 
 def test_even_split_prefers_rank_then_node() -> None:
-    placement = Placement.initial(4, 4, num_slots=1).with_replicas(
-        [(0, 1), (0, 2)]
-    )  # expert 0 on ranks 0, 1, 2
+    # expert 0 on ranks 0, 1, 2
+    placement = Placement.initial(4, 4, num_slots=1).with_replicas([(0, 1), (0, 2)])
     load = np.zeros((4, 4), dtype=np.int64)
     load[:, 0] = [6, 6, 6, 6]
     world = World(node=(0, 0, 1, 1))
@@ -135,21 +128,10 @@ def test_forced_balance_keeps_every_sources_tokens() -> None:
     assert rank_load.max() - rank_load.min() <= 1
 
 
-SPEEDS = Speeds(
-    intra=Link(100.0, 1.0),
-    inter=Link(10.0, 2.0),
-    flops=6.0,
-    routing=0.5,
-    contention=0.25,
-    memory=300.0,
-    launch=3.0,
-)
-
-
 def test_a_step_adds_up() -> None:
     """Two nodes of two ranks at round speeds: 14 tokens of 2 s; 70 bytes at 2 x 10 bytes/s + 2 s, four times; and so
     on."""
-    world = World((0, 0, 1, 1), speeds=SPEEDS)
+    world = World((0, 0, 1, 1), speeds=ROUND_SPEEDS)
     shape = LayerShape(
         expert_bytes=200, grad_bytes=400, token_bytes=10, token_flops=4.0, hidden_seconds=12.0
     )
@@ -160,18 +142,12 @@ def test_a_step_adds_up() -> None:
     assert traffic.intra_out.tolist() == [3, 0, 0, 0] and traffic.inter_out.tolist() == [2, 5, 0, 1]
     assert traffic.seconds(10, world) == 5.5
     bare = score(plan.split(load, homes), homes, plan.moves(homes, homes), plan.setting)
-    assert (
-        bare.seconds == 3 * 12 + 14 * 2 + 4 * 5.5
-        and bare.crossing == 8 / 40
-        and bare.imbalance == 1.4
-    )
-    placed = homes.with_replicas(
-        [(0, 1), (0, 2), (0, 3)]
-    )  # one copy crosses: 200 bytes at 20 bytes/s + 2 s hide, 400 do not
-    with_replicas = score(
-        plan.split(load, placed), placed, plan.moves(placed, placed), plan.setting
-    )
+    assert bare.seconds == 3 * 12 + 14 * 2 + 4 * 5.5
+    assert (bare.crossing, bare.imbalance) == (8 / 40, 1.4)
+    # one copy crosses: 200 bytes at 20 bytes/s + 2 s hide, 400 do not
+    placed = homes.with_replicas([(0, 1), (0, 2), (0, 3)])
     quotas = plan.split(load, placed)
+    with_replicas = score(quotas, placed, plan.moves(placed, placed), plan.setting)
     # ranks 1 to 3 have one expert more: 1,200 bytes at 300 bytes/s + 3 s
     experts = max(2 * load + 7 * (r > 0) for r, load in enumerate(quotas.rank_load(4)))
     tokens = experts + 4 * token_traffic(quotas.flow(4), world).seconds(10, world)

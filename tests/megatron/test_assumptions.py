@@ -36,6 +36,28 @@ def test_a_way_in_that_does_not_fit_lists_what_is_gone() -> None:
         assumptions.require((gone, without), module="megatron_hecate.enable", by="Megatron")
 
 
+@pytest.mark.fast
+@pytest.mark.parametrize(
+    ("version", "fits"),
+    [
+        ("0.15.0rc8", False),
+        # main after the branch of 0.16, which Primus pins
+        ("0.16.0rc0", True),
+        ("0.16.0", False),
+        ("0.16.1", True),
+        ("0.19.2+91b6a64", True),
+        ("0.21.0.dev0", False),
+        ("main", False),
+    ],
+)
+def test_versions_of_megatron(version: str, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megatron_hecate.megatron import assumptions
+
+    monkeypatch.setattr("megatron.core.__version__", version)
+    problems = assumptions.broken_assumptions(())
+    assert problems == ([] if fits else [f"megatron-core {version} is outside 0.16.1 to 0.20"])
+
+
 @ranks(2)
 def test_ep_of_one() -> None:
     case = tiny_gpt.initialized(ep=1)

@@ -5,20 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from plan_cases import ROUND_SPEEDS
 
-from megatron_hecate.plan import LayerShape, Link, Speeds, World
+from megatron_hecate.plan import LayerShape, World
 
 pytestmark = pytest.mark.fast
-SPEEDS = Speeds(
-    intra=Link(100.0, 1.0),
-    inter=Link(10.0, 2.0),
-    flops=6.0,
-    routing=0.5,
-    contention=0.25,
-    memory=300.0,
-    launch=3.0,
-)
-TWO_NODES, ONE_NODE = World((0, 0, 1, 1), SPEEDS), World((0,) * 4, SPEEDS)
+TWO_NODES, ONE_NODE = World((0, 0, 1, 1), ROUND_SPEEDS), World((0,) * 4, ROUND_SPEEDS)
 SHAPE = LayerShape(expert_bytes=200, grad_bytes=400, token_bytes=10, token_flops=4.0)
 
 

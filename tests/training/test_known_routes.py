@@ -28,6 +28,7 @@ from replayed_routes import (
 )
 
 from megatron_hecate.record.metrics import layer_metrics
+from megatron_hecate.routes.known_routes import count_tokens
 
 pytestmark = pytest.mark.newest
 
@@ -173,3 +174,17 @@ def test_when_a_layer_has_been_planned_only_the_router_holds_its_routes() -> Non
     EarlyPlans.plan = planned
     run.step(0)
     assert alive == [None] * case.accumulate
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64])
+def test_tokens_are_counted_as_megatron_routes_them(dtype: torch.dtype) -> None:
+    """An expert named twice counts once; unknown experts (-1), and those that do not exist, are not counted."""
+    known, unknown = [[0, 1], [1, 1], [3, 0]], [[-1, -1], [2, -1], [4, 9]]
+    routes = torch.tensor(known, dtype=dtype)
+    assert count_tokens(routes, 4).tolist() == [2, 2, 0, 1]
+    assert routes.tolist() == known
+    assert count_tokens(routes[:0], 4).tolist() == [0, 0, 0, 0]
+    if dtype.is_signed:
+        routes = torch.tensor([*known, *unknown], dtype=dtype)
+        assert count_tokens(routes, 4).tolist() == [2, 2, 1, 1]

@@ -7,7 +7,18 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from megatron_hecate.plan import EMPTY, Placement, World
+from megatron_hecate.plan import EMPTY, Link, Placement, Speeds, World
+
+# with which costs can be worked out by hand
+ROUND_SPEEDS = Speeds(
+    intra=Link(100.0, 1.0),
+    inter=Link(10.0, 2.0),
+    flops=6.0,
+    routing=0.5,
+    contention=0.25,
+    memory=300.0,
+    launch=3.0,
+)
 
 
 def some_homes(
