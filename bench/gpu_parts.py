@@ -68,7 +68,7 @@ COMMANDS: dict[str, tuple[Part, ...]] = {
             "what is here, and that planner and kernels compile for it",
             "python -m megatron_hecate check",
             60,
-            "GPUs: compiled for compute capability",
+            r"GPUs of compute capability [\d.]+: compiled",
             # 1: no Megatron, which only some parts need
             statuses=(0, 1),
         ),

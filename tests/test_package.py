@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import gpu_parts
 import pytest
 import torch
 from packaging.metadata import Metadata
@@ -152,7 +153,8 @@ def test_the_installed_commands(environment: Path, tmp_path: Path) -> None:
     assert place.startswith(str(environment / "lib"))
     assert run("megatron-hecate", "--version") == f"megatron-hecate {__version__}\n"
     assert run("megatron-hecate", "report", "--help").startswith("usage: megatron-hecate report ")
-    said = run("megatron-hecate", "check")
+    said = run("megatron-hecate", "check", "--compile-for", "9.0")
     assert f"megatron-core {importlib.metadata.version('megatron-core')}: fits\n" in said
     # from the sources in the wheel, into the named folder
     assert f"CPU ranks: compiled, in {tmp_path / 'cache'}\n" in said
+    assert re.search(gpu_parts.COMMANDS["1"][0].says, said), "what `make gpu` reads"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sysconfig
 import venv
 from importlib import metadata
 from pathlib import Path
@@ -20,6 +21,7 @@ import gpu_bundle
 import launch
 import pytest
 import rows
+from quick import quick
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.newest
@@ -53,8 +55,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
                 (packages / top).symlink_to(Path(str(metadata.distribution(name).locate_file(top))))
     venv.create(folder / "python", with_pip=False, symlinks=True)
     python = folder / "python" / "bin" / "python"
-    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-    site = Path(subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip())
+    site = Path(sysconfig.get_path("purelib", "venv", {"base": str(folder / "python")}))
     (site / "image.pth").write_text(f"{packages}\n")
     names = (*launch.SUPPORT, "examples", "bench", ".")
     folders = ", ".join(repr(str(tree / name)) for name in names)
@@ -66,11 +67,7 @@ def _call(
     machine: tuple[Path, Path], out: Path, *arguments: str, timeout: float
 ) -> subprocess.CompletedProcess[str]:
     tree, python = machine
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("PYTHON", "FSSDP"))
-    }
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "FSSDP"))}
     environment |= {"TEST_FOLDER": str(tree), "OMP_NUM_THREADS": "1", "HOME": str(tree)}
     command = [str(python), "bench/gpu.py", "--tiny", "--out", str(out), *arguments]
     return subprocess.run(
@@ -98,8 +95,7 @@ ON_PAGE = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", list(gpu.COMMANDS))
+@pytest.mark.parametrize("number", quick(gpu.COMMANDS, ["6"]))
 def test_a_command(machine: tuple[Path, Path], tmp_path: Path, number: str) -> None:
     """All of its parts that can run here do, in its time. ``pytest -s -m slow`` shows the page."""
     parts = [part.name for part in gpu.COMMANDS[number] if part.name not in NOT_HERE]

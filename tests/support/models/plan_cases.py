@@ -4,8 +4,6 @@ library."""
 from __future__ import annotations
 
 import numpy as np
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_flow
 
 from megatron_hecate.plan import EMPTY, Link, Placement, Speeds, World
 
@@ -83,6 +81,10 @@ def chain(num_ranks: int) -> Placement:
 
 def fits(load: np.ndarray, placement: Placement, cap: int) -> bool:
     """Whether no rank needs more than ``cap`` tokens: scipy's maximum flow from experts through holders to ranks."""
+    # here, because machines of `make gpu` have no scipy
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_flow
+
     num_experts, num_ranks, total = placement.num_experts, placement.num_ranks, int(load.sum())
     expert, rank = np.nonzero(placement.holders)
     source, sink = num_experts + num_ranks, num_experts + num_ranks + 1
