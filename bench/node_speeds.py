@@ -40,12 +40,12 @@ def measure_speeds(device: torch.device, shapes: Sequence[Shape], *, transport: 
     problems: list[str] = []
     group = tuple(range(ranks))
     ctas = ThreadBlocks.of(ranks).p2p
-    connection = connect(transport, [group], problems, timeout=TIMEOUT, nccl_ctas=ctas)
+    connection = connect(transport, group, problems, timeout=TIMEOUT, nccl_ctas=ctas)
     if problems:
         raise ValueError("; ".join(problems))
     elements = [shape.expert for shape in shapes]
     ends = (max(1, min(elements) // 4), max(elements))
-    copies = [_copies(connection.transports[group], count, device) for count in ends]
+    copies = [_copies(connection.transport, count, device) for count in ends]
     exchanged = [shape.pairs * shape.hidden for shape in shapes]
     ends = (max(ranks, min(exchanged) // 4), max(exchanged))
     width, floats = (4096, 64 << 20) if device.type == "cuda" else (256, 1 << 20)

@@ -44,8 +44,8 @@ class Position:
 
     Args:
         steps: number of places passed. A place is preceded by computation of one rank and followed
-            by a wait for other ranks: routers, dispatches and combines of MoE layers, forward and
-            backward, and ends of backwards. Ranks of a group pass the same places.
+            by a wait for other ranks: begins of iterations; routers, dispatches and combines of MoE
+            layers, forward and backward; ends of backwards. Ranks of a group pass the same places.
         iteration: number of the running iteration.
         place: the last place; a layer's name, as a rule.
     """
@@ -72,8 +72,7 @@ class Position:
             args: positional arguments of ``exchange``.
             kwargs: keyword arguments of ``exchange``.
         """
-        self.place = layer
-        self.steps += 1
+        self.reach(layer)
         exchanged = exchange(*args, **kwargs)
         if layer not in self._hooks:
             self._hooks[layer] = self._make_hook(layer)
@@ -91,8 +90,7 @@ class Position:
         place = f"backward of {layer}"
 
         def reach_backward(_: Any) -> None:
-            self.place = place
-            self.steps += 1
+            self.reach(place)
             # Once per backward, including a backward nested in another one.
             backward = torch._C._current_graph_task_id()
             if backward != self._backward:
@@ -223,7 +221,7 @@ class Watchdog(BackgroundThread):
     def _is_long_stall(self) -> bool:
         """Return whether the present stall is long enough for a line that is not yet printed."""
         seconds = time.time() - self._since
-        return bool(self._steps) and not self._is_reported and seconds >= self._timeout()
+        return not self._is_reported and seconds >= self._timeout()
 
     def _is_reporter(self) -> bool:
         """Return whether this rank reports for its group: the first, or else the second one."""
@@ -265,7 +263,7 @@ def heartbeat_key(rank: int) -> str:
     return f"megatron_hecate/progress/{rank}"
 
 
-def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
+def watch(group: Sequence[int], *, timeout: float) -> None:
     """Start the watchdog thread of this attempt, if it has none. All ranks call it, once per model.
 
     The thread ends with the attempt. A stall is reported after ``timeout`` seconds, or after half
@@ -273,13 +271,13 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     process.
 
     Args:
-        groups: groups of ranks that compute this rank's layers together; without any, nothing
-            starts.
+        group: ranks that compute this rank's layers together; without layers, nothing starts.
         timeout: seconds.
     """
     attempt = Attempt.current()
-    if not groups or attempt.count("watchdog") > 1:
+    if not group or attempt.count("watchdog") > 1:
         return
+    # In place: other modules hold the object.
     vars(here).update(vars(Position()))
     under_way.forget()
     bound = min(timeout, job_timeout() / 2)
@@ -287,7 +285,7 @@ def watch(groups: Sequence[Sequence[int]], *, timeout: float) -> None:
     watchdog = Watchdog(
         store.clone(),
         dist.get_rank(),
-        groups[0],
+        group,
         interval=max(dist.get_world_size() / HEARTBEATS_PER_SECOND, min(SHORTEST_PAUSE, bound / 4)),
         # The job may change its timeout after its first iteration.
         timeout=lambda: min(timeout, job_timeout() / 2),

@@ -1,4 +1,4 @@
-"""Choose the transport between the ranks of the job, set it up and test it.
+"""Choose the transport of the job, and set it up and test it in the FSSDP group of each rank.
 
 Rank 0 decides for all ranks. The transport `nvlink`, which runs our kernels, must pass a self-test
 before training relies on it.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,26 +43,26 @@ Domains = list[list[int]]  # NVLink domains of a group, as numbers of its ranks
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Connection:
-    """The transports of this rank, and the measurements of their setup.
+    """The transport of this rank, and the measurements of its setup.
 
     Args:
         name: name of the transport in use.
         why: short reason for the choice of "auto"; else empty.
-        nodes: node number of each rank of a group, for every FSSDP group of this rank.
-        transports: transport of every FSSDP group of this rank; empty if there are problems.
+        nodes: node number of each rank of the FSSDP group.
+        transport: ``None`` if there are problems, and on a stage without MoE layers.
         nccl_bytes: bytes of this rank's GPU that NCCL took to connect the ranks.
     """
 
     name: str
     why: str
-    nodes: Mapping[Group, tuple[int, ...]]
-    transports: Mapping[Group, Transport]
+    nodes: tuple[int, ...] = ()
+    transport: Transport | None = None
     nccl_bytes: int = 0
 
 
 def connect(
     request: str,
-    groups: Sequence[Group],
+    group: Group,
     problems: list[str],
     *,
     timeout: float,
@@ -72,69 +72,48 @@ def connect(
 
     Args:
         request: requested transport, "auto", "p2p" or "nvlink".
-        groups: FSSDP groups that this rank is in.
+        group: ranks of this rank's FSSDP group; empty on a stage without MoE layers.
         problems: problems known to this rank; appended to if ``request`` is not usable. A problem
-            on any rank leaves all ranks without transports.
+            on any rank leaves all ranks without a transport.
         timeout: seconds per wait.
         nccl_ctas: see `NcclSettings.max_ctas`.
 
     Raises:
         TimeoutError: ranks did not arrive in time; names the ranks.
     """
-    site = _Site.of_this_rank(request, groups, problems)
-    # All ranks create their groups in this order, so that no ranks wait for each other in a circle.
-    job, layouts = _decide(site, sorted(groups), timeout=timeout)
+    site = _Site.of_this_rank(request, group, problems)
+    question = Question.next(timeout=timeout)
+    job = question.ask(dataclasses.asdict(site), _choose_transport)
     name, why = job["name"], job["why"]
     problems += job["against"]
     if not job["go on"]:
-        return Connection(name, why, {}, {})
+        return Connection(name, why)
+    nodes, domains = _lay_out([_Site(**note) for note in question.read(group)])
     has_pairs = name == P2P.name or job["across"]
     nccl = NcclSettings(nccl_ctas, pairs=has_pairs) if on_gpus() else None
     free = _free_bytes()
-    transports: dict[Group, Transport] = {}
-    for group, (_, domains) in layouts.items():
+    transport: Transport | None = None
+    if group:
         everyone = new_group(group, description=LABEL, timeout=timeout, nccl=nccl)
         if name == P2P.name:
-            transports[group] = P2P(everyone, timeout=timeout)
+            transport = P2P(everyone, timeout=timeout)
         else:
-            transports[group] = _make_nvlink(everyone, domains, nccl, timeout=timeout)
+            transport = _make_nvlink(everyone, domains, nccl, timeout=timeout)
     nccl_bytes = max(0, free - _free_bytes())
     failures, is_usable = [], True
     if name == NVLink.name:
-        failures, is_usable = self_test(transports.values(), device_of_rank(), timeout=timeout)
+        failures, is_usable = self_test(transport, device_of_rank(), timeout=timeout)
     # A rank whose CUDA context was destroyed by the self-test cannot continue with any transport.
     if failures and request == AUTO and is_usable:
-        second = connect(P2P.name, groups, problems, timeout=timeout, nccl_ctas=nccl_ctas)
+        second = connect(P2P.name, group, problems, timeout=timeout, nccl_ctas=nccl_ctas)
         why = f"{name} failed its self-test: {'; '.join(failures)}"
         return dataclasses.replace(second, why=why, nccl_bytes=nccl_bytes + second.nccl_bytes)
     if failures:
         problems += [f"transport={request!r} failed its self-test: {text}" for text in failures]
-        transports = {}
+        transport = None
     if dist.get_rank() == 0 and job["one queue"]:
         print(f"FSSDP: {ONE_QUEUE}", flush=True)
-    nodes = {group: nodes for group, (nodes, _) in layouts.items()}
-    return Connection(name, why, nodes, transports, nccl_bytes)
-
-
-def _decide(
-    site: _Site, groups: Sequence[Group], *, timeout: float
-) -> tuple[Mapping[str, Any], dict[Group, tuple[Group, Domains]]]:
-    """Gather every rank's summary on rank 0 and broadcast its decision. Collective.
-
-    Returns:
-        Decision for the job; layout of each of ``groups``, as of `_lay_out`, if the setup goes on.
-    """
-
-    def judge(notes: list[Any]) -> dict[str, Any]:
-        return _choose_transport([_Site(**fields) for fields in notes])
-
-    question = Question.next(timeout=timeout)
-    job = question.ask(dataclasses.asdict(site), judge)
-    layouts = {}
-    if job["go on"]:
-        for group in groups:
-            layouts[group] = _lay_out([_Site(**fields) for fields in question.read(group)])
-    return job, layouts
+    return Connection(name, why, nodes, transport, nccl_bytes)
 
 
 def _make_nvlink(
@@ -172,8 +151,7 @@ class _Site:
     Args:
         request: requested transport.
         has_problems: True if the rank knows of problems.
-        first_of: ranks of each FSSDP group whose first rank this is, so that one rank describes
-            each group.
+        group: ranks of the FSSDP group, on its first rank: one rank describes each group.
         node: host name of the rank's machine.
         domain: name of the rank's NVLink domain; the CPU ranks of one machine share a domain.
         unable: reason why our kernels cannot run on the rank; else empty.
@@ -183,7 +161,7 @@ class _Site:
 
     request: str
     has_problems: bool = False
-    first_of: Sequence[Sequence[int]] = ()
+    group: Sequence[int] = ()
     node: str = ""
     domain: str = ""
     unable: str = ""
@@ -191,7 +169,7 @@ class _Site:
     one_queue: bool = False
 
     @classmethod
-    def of_this_rank(cls, request: str, groups: Sequence[Group], problems: list[str]) -> _Site:
+    def of_this_rank(cls, request: str, group: Group, problems: list[str]) -> _Site:
         """Describe this rank, and compile the kernels if the transport ``request`` needs them."""
         node = socket.gethostname()
         domain = node
@@ -208,7 +186,7 @@ class _Site:
         return cls(
             request=request,
             has_problems=bool(problems),
-            first_of=[group for group in groups if group[0] == dist.get_rank()],
+            group=group if group[:1] == (dist.get_rank(),) else (),
             node=node,
             domain=domain,
             unable="".join(unable),
@@ -217,12 +195,11 @@ class _Site:
         )
 
 
-def _choose_transport(sites: Sequence[_Site]) -> dict[str, Any]:
-    """Decide on rank 0: the transport, and reasons against it."""
+def _choose_transport(notes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Decide on rank 0, from all `_Site`: the transport, and reasons against it."""
+    sites = [_Site(**note) for note in notes]
     is_ready = not any(site.has_problems or site.request != sites[0].request for site in sites)
-    groups = sorted(
-        tuple(group) for group in itertools.chain.from_iterable(site.first_of for site in sites)
-    )
+    groups = sorted(site.group for site in sites if site.group)
     domains = [_lay_out([sites[rank] for rank in group])[1] for group in groups]
     name, why, against = _choose(sites, domains)
     return {

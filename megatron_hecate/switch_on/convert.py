@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -69,15 +68,17 @@ def _convert(model: Model, config: HecateConfig) -> None:
     proposal = Proposal.make(model, config)
     # the model is unchanged until here
     resolved, notes = proposal.agree()
-    transports = proposal.connection.transports
-    watchdog.watch(list(transports), timeout=config.timeout)
+    transport = proposal.connection.transport
+    # None on a stage without MoE layers
+    ranks = [] if transport is None else dist.get_process_group_ranks(transport.group)
+    watchdog.watch(ranks, timeout=config.timeout)
     folder = config.folder and Attempt.current().folder_of_model(config.folder)
-    homes_group = _homes_group(list(transports), config) if config.rehome else None
+    homes_group = _homes_group(ranks, config) if config.rehome else None
     states: list[LayerState] = []
-    for index, part in enumerate(proposal.parts):
-        world = World(proposal.connection.nodes[part.ranks], proposal.speeds)
-        transport = transports[part.ranks]
-        states.append(LayerState(part, index, resolved, world=world, transport=transport))
+    if transport is not None:
+        world = World(proposal.connection.nodes, proposal.speeds)
+        for index, part in enumerate(proposal.parts):
+            states.append(LayerState(part, index, resolved, world=world, transport=transport))
     if states:
         attach(model, states, homes_group, folder)
     else:
@@ -89,20 +90,17 @@ def _convert(model: Model, config: HecateConfig) -> None:
             print(f"FSSDP: {text}", flush=True)
 
 
-def _homes_group(
-    groups: Sequence[tuple[int, ...]], config: HecateConfig
-) -> dist.ProcessGroup | None:
+def _homes_group(ranks_here: list[int], config: HecateConfig) -> dist.ProcessGroup | None:
     """Create the process group in which experts change homes. Collective.
 
     Its ranks are the ranks of all expert-parallel groups that share the experts' gradients.
     """
-    if not groups:
+    if not ranks_here:
         return None
     expert_data = get_expert_data_parallel_group()
     what = "finding the ranks with the same experts"
-    groups_of_peers = gather_objects(groups, expert_data, what=what, label="homes")
-    all_groups = chain.from_iterable(groups_of_peers)
-    ranks = sorted(set(chain.from_iterable(all_groups)))
+    groups = gather_objects(ranks_here, expert_data, what=what, label="homes")
+    ranks = sorted(set(chain.from_iterable(groups)))
     nccl = NcclSettings() if on_gpus() else None
     return new_group(ranks, description="fssdp homes", timeout=config.timeout, nccl=nccl)
 

@@ -42,7 +42,7 @@ class Proposal:
         config: settings asked for.
         parts: parts of each layer; empty with problems, and on a stage without MoE layers.
         speeds: speeds of the cost model.
-        connection: transports of this rank.
+        connection: transport of this rank.
         problems: reasons why this rank cannot switch FSSDP on.
     """
 
@@ -67,9 +67,12 @@ class Proposal:
                 f"some layers run FSSDP already and others do not: {names} of {len(model.layers)}"
             )
         speeds = read_speeds(config, problems)
-        groups = sorted({part.ranks for part in parts})
         connection = connect(
-            config.transport, groups, problems, timeout=config.timeout, nccl_ctas=config.nccl_ctas
+            config.transport,
+            parts[0].ranks if parts else (),
+            problems,
+            timeout=config.timeout,
+            nccl_ctas=config.nccl_ctas,
         )
         if connection.name == "nvlink" and config.slots:
             with collect(problems, "transfers cannot be compiled"):
@@ -176,6 +179,12 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
             problems.append(f"{label} {format_ranks(numbers)}: {text}")
     if config.rehome:
         problems += find_unknown_libraries()
+    groups = sorted({part.ranks for part in parts})
+    if len(groups) > 1:
+        problems.append(
+            f"layers of several expert-parallel groups, of ranks {groups}: replicas move inside "
+            "one; give all layers the same group, or leave --moe-fssdp off"
+        )
     experts = {part.homes_only.num_experts for part in parts}
     if config.rehome and len(experts) > 1:
         problems.append(
@@ -258,7 +267,7 @@ def _estimate_memory(
     elif layer_config.fp16:
         dtype = torch.float16
     layers = tuple(part.buffer(config.slots, dtype) for part in parts)
-    transport = connection.transports.get(parts[0].ranks)
+    transport = connection.transport
     homes = list(chain.from_iterable(chain.from_iterable(p.experts.homes() for p in parts)))
     estimate = functools.partial(
         ExpertMemory.estimate,

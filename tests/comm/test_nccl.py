@@ -56,10 +56,10 @@ class _Asked:
 def test_messages_have_few_blocks_and_all_pairs_connected() -> None:
     """At switch-on, with every other rank by an element; NCCL's memory is measured there."""
     asked = _Asked()
-    connection = connect.connect("p2p", [(0, 1, 2)], [], timeout=20.0)
+    connection = connect.connect("p2p", (0, 1, 2), [], timeout=20.0)
     assert asked.ctas == [8] and asked.connected == [("pairs", 3, [0.0] * 3)]
     assert connection.name == "p2p" and connection.nccl_bytes == 30 * MIB
-    connect.connect("p2p", [(0, 1, 2)], [], timeout=20.0, nccl_ctas=5)
+    connect.connect("p2p", (0, 1, 2), [], timeout=20.0, nccl_ctas=5)
     assert asked.ctas == [8, 5]
 
 
@@ -67,11 +67,11 @@ def test_messages_have_few_blocks_and_all_pairs_connected() -> None:
 @ranks(2)
 def test_pairs_are_connected_where_nvlink_gives_way_to_messages() -> None:
     asked = _Asked()
-    assert connect.connect("nvlink", [(0, 1)], [], timeout=20.0).name == "nvlink"
+    assert connect.connect("nvlink", (0, 1), [], timeout=20.0).name == "nvlink"
     assert [kind for kind, *_ in asked.connected] == ["ring"]
     asked.connected.clear()
     connect.self_test = lambda *_, **__: (["rank 0 got other weights"], True)
-    connection = connect.connect("auto", [(0, 1)], [], timeout=20.0)
+    connection = connect.connect("auto", (0, 1), [], timeout=20.0)
     assert connection.name == "p2p" and connection.nccl_bytes == 60 * MIB
     assert [kind for kind, *_ in asked.connected] == ["ring", "pairs"]
 
@@ -81,7 +81,7 @@ def test_groups_have_the_job_s_timeout() -> None:
     """And never less than ours."""
     _Asked()
     for ours, expected in ((20.0, 60), (90.0, 90)):
-        (transport,) = connect.connect("p2p", [(0, 1)], [], timeout=ours).transports.values()
+        transport = connect.connect("p2p", (0, 1), [], timeout=ours).transport
         options = transport.group._get_backend(torch.device("cpu")).options
         assert options._timeout.total_seconds() == expected
 
@@ -101,7 +101,7 @@ def test_messages_that_do_not_end_are_told() -> None:
     """Torch's watchdog kills a rank whose peer does not come; the line before it says what was under way."""
     gpu_on_cpu.install()
     (layer,) = allocate(P2P(dist.group.WORLD, timeout=600.0), gpu_on_cpu.GPU, torch.bfloat16)
-    _Messages._post = lambda self: [_NeverEnds()]  # type: ignore[method-assign]
+    _Messages._post = lambda self: self._works.append(_NeverEnds())  # type: ignore[method-assign]
     plan = TransferPlan(layer.rank, copies("one to all"))
     assert TransferPlan(0, plan.copies).sends == ((1, 1),)
     # nothing is raised, and the host does not wait
@@ -116,6 +116,6 @@ def test_messages_that_do_not_end_are_told() -> None:
 def test_works_of_an_abandoned_attempt_are_not_told() -> None:
     """They never end. Oracle: what is under way in the attempt after it."""
     under_way.note([_NeverEnds()], lambda: "layer 1: spAG")
-    watchdog.watch([[0]], timeout=600.0)
+    watchdog.watch([0], timeout=600.0)
     under_way.note([_NeverEnds()], lambda: "layer 2: spRS")
     assert under_way.describe() == "layer 2: spRS (for 0 s)"

@@ -191,8 +191,8 @@ def test_a_large_job_switches_on(
 
     def site(rank: int) -> dict[str, Any]:
         node, group = f"node-{rank // 8:05d}.cluster.example", groups[rank // 64]
-        first_of = [group] if group[0] == rank else []
-        return vars(_Site(request="p2p", first_of=first_of, node=node, domain=node))
+        first_of = group if group[0] == rank else ()
+        return vars(_Site(request="p2p", group=first_of, node=node, domain=node))
 
     def note(rank: int) -> dict[str, Any]:
         settings = dataclasses.asdict(HecateConfig(slots=3 if rank == size - 1 else 2))
@@ -215,9 +215,7 @@ def test_a_large_job_switches_on(
         thread.join(300)
         return questions
 
-    for question in ask(
-        1, site, lambda told: _choose_transport([_Site(**fields) for fields in told])
-    ):
+    for question in ask(1, site, _choose_transport):
         decision, told = question.await_decision(), question.read(groups[question.rank // 64])
         assert decision.pop("name") == "p2p" and len(json.dumps(decision)) < 200
         assert (decision["against"], decision["go on"]) == ([], True)

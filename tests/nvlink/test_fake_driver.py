@@ -109,14 +109,13 @@ def test_switch_on(version: int) -> None:
     driver = gpu_on_cpu.install(version=version)
     job_device.on_gpus = connect.on_gpus = lambda: True
     problems: list[str] = []
-    connection = connect.connect("auto", [(0, 1)], problems, timeout=20.0)
+    connection = connect.connect("auto", (0, 1), problems, timeout=20.0)
     assert (connection.name, problems) == ("nvlink", []) and not driver.faults, (
         connection,
         driver.log,
     )
-    (transport,) = connection.transports.values()
     assert set(driver.launched) == set(KERNELS.split())
-    check(transport, Reference(0, torch.bfloat16), gpu_on_cpu.GPU)
+    check(connection.transport, Reference(0, torch.bfloat16), gpu_on_cpu.GPU)
 
 
 @ranks(2)

@@ -113,5 +113,5 @@ def test_another_backend_is_named() -> None:
     connect.nvlink_domain = lambda node: (node, "")
     connect.TransferKernels = lambda device: None
     found: list[str] = []
-    connection = connect.connect("nvlink", [(0, 1)], found, timeout=20.0)
-    assert not connection.transports and len(found) == 1 and text.replace("\\", "") in found[0]
+    connection = connect.connect("nvlink", (0, 1), found, timeout=20.0)
+    assert connection.transport is None and len(found) == 1 and text.replace("\\", "") in found[0]

@@ -38,8 +38,7 @@ def _on_nvlink(domains: str, *, one_queue: bool = False) -> None:
 @ranks(4)
 def test_what_is_chosen() -> None:
     """The same on all ranks, and what was asked for where nothing speaks against it."""
-    everyone, halves = (0, 1, 2, 3), [(0, 1), (2, 3)]
-    own = halves[dist.get_rank() // 2]
+    everyone, own = (0, 1, 2, 3), ((0, 1), (2, 3))[dist.get_rank() // 2]
     problems: list[str] = []
     shared = "peers share NVLink, and a self-test moved every byte"
     for asked, domains, name, why in (
@@ -52,23 +51,20 @@ def test_what_is_chosen() -> None:
     ):
         if domains:
             _on_nvlink(domains)
-        connection = connect(asked, [own, everyone], problems, timeout=20.0)
-        assert (connection.name, connection.why, problems) == (name, why, [])
-        assert connection.nodes == {own: (0, 0), everyone: (0,) * 4}
-        assert set(connection.transports) == {own, everyone}
-        for group, transport in connection.transports.items():
-            assert transport.name == name
-            assert dist.get_process_group_ranks(transport.group) == list(group)
-    connection = connect("nvlink", [(0, 1)] if own == (0, 1) else [], problems, timeout=20.0)
-    assert set(connection.transports) == ({(0, 1)} if own == (0, 1) else set()), (
-        "a stage without MoE layers"
-    )
+        for group in (own, everyone):
+            connection = connect(asked, group, problems, timeout=20.0)
+            assert (connection.name, connection.why, problems) == (name, why, [])
+            assert connection.nodes == (0,) * len(group)
+            assert connection.transport.name == name
+            assert dist.get_process_group_ranks(connection.transport.group) == list(group)
+    connection = connect("nvlink", own if own == (0, 1) else (), problems, timeout=20.0)
+    assert (connection.transport is None) == (own != (0, 1)), "a stage without MoE layers"
     module.MAX_RANKS = 3
     _on_nvlink("aaaa")
-    assert connect("nvlink", [everyone], problems, timeout=20.0).transports == {}
+    assert connect("nvlink", everyone, problems, timeout=20.0).transport is None
     too_large = "4 ranks share an NVLink domain; at most 3 are supported"
     assert problems == [f"transport='nvlink': {too_large}"]
-    connection = connect("auto", [everyone], [], timeout=20.0)
+    connection = connect("auto", everyone, [], timeout=20.0)
     assert (connection.name, connection.why) == ("p2p", too_large)
 
 
@@ -87,7 +83,7 @@ def test_streams_that_share_one_queue() -> None:
     for (asked, domains), name in ONE_QUEUE.items():
         _on_nvlink(domains, one_queue=True)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            connection = connect(asked, [(0, 1, 2, 3)], [], timeout=20.0)
+            connection = connect(asked, (0, 1, 2, 3), [], timeout=20.0)
         assert connection.name == name
         said = "CUDA_DEVICE_MAX_CONNECTIONS=1 puts the work of" if dist.get_rank() == 0 else ""
         assert said in printed.getvalue() and bool(said) == bool(printed.getvalue())
@@ -95,7 +91,7 @@ def test_streams_that_share_one_queue() -> None:
             assert "CUDA_DEVICE_MAX_CONNECTIONS=1 compute would wait" in connection.why
         _on_nvlink(domains)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
-            connection = connect(asked, [(0, 1, 2, 3)], [], timeout=20.0)
+            connection = connect(asked, (0, 1, 2, 3), [], timeout=20.0)
         assert (connection.name, printed.getvalue()) == (asked.replace("auto", "nvlink"), "")
 
 
@@ -103,18 +99,18 @@ def test_streams_that_share_one_queue() -> None:
 def test_problems_of_one_rank_are_problems_of_all() -> None:
     group, rank = (0, 1), dist.get_rank()
     known = ["a known one"] if rank else []
-    assert connect("p2p", [group], known, timeout=20.0).transports == {} and len(known) == rank
+    assert connect("p2p", group, known, timeout=20.0).transport is None and len(known) == rank
 
     start, problems = time.monotonic(), []
-    connection = connect("auto" if rank else "nvlink", [group], problems, timeout=20.0)
-    assert connection.transports == {} and not problems, "the settings are compared later"
+    connection = connect("auto" if rank else "nvlink", group, problems, timeout=20.0)
+    assert connection.transport is None and not problems, "the settings are compared later"
     assert time.monotonic() - start < 10
 
     if rank == 1:
         os.environ[VARIABLE] = "/proc/nowhere"
-    connection = connect("nvlink", [group], problems, timeout=20.0)
+    connection = connect("nvlink", group, problems, timeout=20.0)
     (problem,) = problems
-    assert connection.name == "nvlink" and not connection.transports
+    assert connection.name == "nvlink" and connection.transport is None
     assert problem.startswith("transport='nvlink': ") and "/proc/nowhere: " in problem
     assert "name another folder in $MEGATRON_HECATE_CACHE" in problem
 
@@ -124,14 +120,14 @@ def test_a_transport_that_moves_wrong_bytes_fails_its_self_test() -> None:
     """Asked for, it is refused; with auto it is p2p, which says why."""
     group, problems = (0, 1), []
     fetch, NVLink.fetch = NVLink.fetch, lambda *args, **settings: NOTHING
-    connection = connect("nvlink", [group], problems, timeout=20.0)
+    connection = connect("nvlink", group, problems, timeout=20.0)
     texts = [f"rank {r} received wrong weights from ranks [{1 - r}]" for r in range(2)]
     assert problems == [f"transport='nvlink' failed its self-test: {text}" for text in texts]
-    assert connection.name == "nvlink" and not connection.transports
+    assert connection.name == "nvlink" and connection.transport is None
     NVLink.fetch, NVLink.return_gradients = fetch, lambda *args, **settings: NOTHING
     _on_nvlink("aa")
-    connection = connect("auto", [group], [], timeout=20.0)
-    assert connection.name == connection.transports[group].name == "p2p"
+    connection = connect("auto", group, [], timeout=20.0)
+    assert connection.name == connection.transport.name == "p2p"
     assert connection.why == "nvlink failed its self-test: " + "; ".join(
         f"rank {r} received a wrong sum of its replicas' gradients" for r in range(2)
     )
@@ -151,8 +147,8 @@ def test_wrong_bytes_on_one_rank_do_not_hold_up_the_others() -> None:
     if dist.get_rank() == 1:
         NVLink.fetch = wrong
     _on_nvlink("aa")
-    connection = connect("auto", [group], [], timeout=20.0)
-    assert connection.name == connection.transports[group].name == "p2p"
+    connection = connect("auto", group, [], timeout=20.0)
+    assert connection.name == connection.transport.name == "p2p"
     text = "rank 1 received wrong weights from ranks [0]"
     assert connection.why == f"nvlink failed its self-test: {text}"
 
@@ -160,8 +156,7 @@ def test_wrong_bytes_on_one_rank_do_not_hold_up_the_others() -> None:
 @pytest.mark.parametrize("transport", ["p2p", "nvlink"])
 @ranks(4)
 def test_only_members_make_a_process_group(transport: str) -> None:
-    """Also where ranks are in different numbers of groups before, by which torch names the next one: here by groups of
-    their own, and by FSSDP groups of two and of four. A job bound to a device stays so, but no group is split from it:
+    """Also where ranks are in different numbers of groups before, by which torch names the next one. A job bound to a device stays so, but no group is split from it:
     NCCL would wait for all ranks. Oracle: the ranks that called, and what each group sums."""
     rank, new_group, made = dist.get_rank(), dist.new_group, []
     _on_nvlink("aabb")
@@ -175,20 +170,19 @@ def test_only_members_make_a_process_group(transport: str) -> None:
         return new_group(ranks, **settings)
 
     dist.distributed_c10d.new_group, bound = spy, torch.device("cuda", 0)
-    groups = {0: [(0, 1), (0, 1, 2)], 1: [(0, 1), (0, 1, 2)], 2: [(0, 1, 2)], 3: []}[rank]
+    group = (0, 1, 2) if rank < 3 else ()
     for _ in range(2):
         job.bound_device_id = bound
-        connection = connect(transport, groups, [], timeout=20.0)
+        connection = connect(transport, group, [], timeout=20.0)
         assert job.bound_device_id == bound
         job.bound_device_id = None
-        assert sorted(connection.transports) == groups
-        for group, of_group in connection.transports.items():
+        assert (connection.transport is None) == (rank == 3)
+        if connection.transport is not None:
             total = torch.tensor([2**rank])
-            dist.all_reduce(total, group=of_group.group)
-            assert int(total) == sum(2**r for r in group)
-    asked = {group for group in made if group != (rank,)}
-    domain = [(0, 1)] if rank < 2 and transport == "nvlink" else []
-    assert asked == {*groups, *domain}
+            dist.all_reduce(total, group=connection.transport.group)
+            assert int(total) == 7
+    domain = (0, 1) if rank < 2 and transport == "nvlink" else ()
+    assert {ranks for ranks in made if ranks != (rank,)} == {group, domain} - {()}
     dist.barrier()
 
 
@@ -198,13 +192,11 @@ def test_groups_that_others_destroy_free_no_name_of_ours() -> None:
     everyone, rank, before = (0, 1, 2), dist.get_rank(), []
     for _ in range((0, 2, 1)[rank] + 2):
         before.append(dist.new_group([rank], use_local_synchronization=True))
-    groups = [everyone, (0, 1)] if rank < 2 else [everyone]
     for _ in range(3):
-        connection = connect("p2p", groups, [], timeout=20.0)
-        for group in groups:
-            total = torch.tensor([2**rank])
-            dist.all_reduce(total, group=connection.transports[group].group)
-            assert int(total) == sum(2**r for r in group)
+        connection = connect("p2p", everyone, [], timeout=20.0)
+        total = torch.tensor([2**rank])
+        dist.all_reduce(total, group=connection.transport.group)
+        assert int(total) == 7
         for _ in range(min(len(before), rank + 1)):
             dist.destroy_process_group(before.pop())
 
@@ -218,5 +210,5 @@ def test_a_rank_that_dies_while_groups_are_made(connects: bool) -> None:
         setattr(*last, lambda *_, **__: os._exit(1))
     start = time.monotonic()
     with pytest.raises(RuntimeError, match=r"ranks \[0, 1, 2\].* (one|a rank) died") as error:
-        connect("p2p", [(0, 1, 2)], [], timeout=3.0)
+        connect("p2p", (0, 1, 2), [], timeout=3.0)
     assert time.monotonic() - start < 15, error
