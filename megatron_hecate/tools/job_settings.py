@@ -280,9 +280,12 @@ def _layout(
     if ep is None:
         ep = run.info.ranks if run.stages and run.info.ranks in divisors else divisors[-1]
         if ep == 1 < per_stage and not (run.stages and run.info.ranks == 1):
+            size = next(n for n in (8, 4, 2, model.experts) if model.experts % n == 0)
+            near = max(1, round(per_stage / size)) * size
             raise ValueError(
                 f"--ranks {ranks}: no expert-parallel size above 1 divides {per_stage} ranks of a "
-                f"stage and {model.experts} experts; take other --ranks, or --ep 1"
+                f"stage and {model.experts} experts; take --ranks {ranks // per_stage * near}, or "
+                "--ep 1"
             )
     if ep not in divisors:
         raise ValueError(

@@ -34,6 +34,8 @@ class Run(PricedRecord):
         trace = Path(trace)
         if trace.is_dir():
             return cls(read(trace))
+        if not trace.exists():
+            raise ValueError(f"{trace} does not exist; give a folder of --moe-fssdp-record")
         try:
             load = _read_loads(trace)
         except ValueError as error:

@@ -6,7 +6,6 @@ rules open that read it.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -124,6 +123,7 @@ def judge(sources: Sequence[Source]) -> Verdict:
             unknowns |= settings.unknowns
         elif is_refused:
             refusals[rule.setting] = rule.explain(values[rule.setting])
+    _check_values({name: values[name] for name in {*names, *MEGATRON}})
     if "moe_fssdp_slots" not in unknowns:
         refusals |= _find_too_many(config.slots, values)
     return Verdict(refusals, unknowns, frozenset(names))
@@ -204,15 +204,27 @@ def _is_refused(rule: Rule, settings: _Settings, value: Any) -> bool:
         if is_wrong:
             expected = EXPECTED.get(kind, "null or a value")
             raise ValueError(f"{rule.setting}={value!r} must be {expected}, or left out")
-    is_refused = None
-    with contextlib.suppress(TypeError, ValueError):
-        is_refused = rule.applies(settings)
-    for name, text in settings.values.items():
-        if text in QUOTED:
-            raise ValueError(f"{name}={text!r} is a text; write true, false or null without quotes")
-    if is_refused is None:
-        raise ValueError(f"{rule.setting}={value!r} must be a number, or left out")
-    return is_refused
+    try:
+        return rule.applies(settings)
+    except (TypeError, ValueError):
+        _check_values(settings.values)
+        raise ValueError(f"{rule.setting}={value!r} must be a number, or left out") from None
+
+
+def _check_values(values: Source) -> None:
+    """Raise a ValueError for a value that no setting of Megatron has, whether or not it matters."""
+    for name, value in values.items():
+        if value in QUOTED or (value == "none" and name in ("fp8", "fp4")):
+            remedy = "write true, false or null without quotes"
+            raise ValueError(f"{name}={value!r} is a text; {remedy}")
+    factor = values.get("moe_expert_capacity_factor")
+    if isinstance(factor, Unknown):
+        return
+    try:
+        float(factor or 0)
+    except (TypeError, ValueError):
+        text = f"moe_expert_capacity_factor={factor!r} must be a number, or left out"
+        raise ValueError(text) from None
 
 
 def _find_too_many(slots: int, settings: SettingSources) -> dict[str, str]:

@@ -130,6 +130,10 @@ def test_without_slots_one_rank_is_enough(check: Any) -> None:
         ('{"expert_model_parallel_size": "8"}', "expert_model_parallel_size='8' must be a whole number"),
         ('{"moe_fssdp_slots": -3}', "slots=-3 must be a whole number from 0 to 4096"),
         ('{"peft": "none"}', "peft='none' must be null or a value"),
+        # also where no rule looks
+        ('{"moe_grouped_gemm": "false"}', "moe_grouped_gemm='false' is a text"),
+        ('{"fp8": "none"}', "fp8='none' is a text"),
+        ('{"moe_expert_capacity_factor": "abc"}', "moe_expert_capacity_factor='abc' must be a number"),
         ('[{"name": "a", "model.use_kitchen": "no"}]', "a: use_kitchen='no' must be true or false"),
     ],
 )  # fmt: skip
@@ -141,6 +145,9 @@ def test_a_file_that_makes_no_sense_is_one_clear_error(check: Any, text: str, me
 def test_a_file_that_cannot_be_read(check: Any, cli: Any) -> None:
     status, _, error = cli("check", "--settings", "missing.json")
     assert status == OPEN and "missing.json: cannot be read: " in error
+    aliases = [f"l{i}: &l{i} [{', '.join(9 * [f'*l{i - 1}'])}]" for i in range(1, 30)]
+    status, error = check("\n".join(["l0: &l0 1", *aliases]), "small.yaml")
+    assert status == OPEN and "holds more than 100000 values once its aliases" in error
     for text in ("a: [", "a: 1\n---\nb: 2", "&job\nmodel: *job"):
         status, error = check(text, "bad.yaml")
         assert status == OPEN and "bad.yaml: is n" in error and "\n" not in error
@@ -213,6 +220,8 @@ OWNERS = [
     ("lora_dim: $X", OPEN),
     ("recipe: qwen3_30b_a3b_sft_config\nmode: sft", ON),
     ("recipe: glm_45v_peft_config", REFUSED),
+    ("recipe: ${RECIPE}", OPEN),
+    ("peft_config: {peft_type: null}", ON),
     ("model: qwen3_30b_a3b\nmode: dora", REFUSED),
     ("rollout.lora.rank: 32", ON),
     (VERL % (EP, "rank: 32"), REFUSED),

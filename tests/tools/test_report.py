@@ -155,6 +155,10 @@ def test_no_record_and_no_place_for_the_page(tmp_path: Path, cli: Any) -> None:
     assert status == 2 and "one or two folders, got 3" in error
     status, _, error = cli("report", folder, "--export", "layers.xlsx")
     assert status == 2 and "the name must end with .csv or .json" in error
+    status, _, error = cli("report", folder, "--out", next(folder.rglob("*.rows")))
+    assert status == 2 and "has the name of a recorded file" in error
+    status, _, error = cli("report", folder, "--out", "both.csv", "--export", "both.csv")
+    assert status == 2 and "name the same file" in error
 
 
 def test_one_file_that_needs_nothing_and_escapes_names(tmp_path: Path) -> None:

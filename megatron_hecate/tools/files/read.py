@@ -12,6 +12,8 @@ from typing import Any
 from megatron_hecate.files import read_file
 from megatron_hecate.tools.files import jobs
 
+# Values of a document with aliases, at most.
+LARGEST: int = 100_000
 SHELLS = (".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".job")
 SCRIPT = (
     "is a shell script, which only a shell can read; write megatron-hecate check -- in front of "
@@ -70,10 +72,38 @@ def _parse(text: str, suffix: str) -> Any:
     try:
         loader = kind(text)
         node = loader.get_single_node()
-        return None if node is None else loader.construct_document(node)
+        if node is None:
+            return None
+        _check_size(node)
+        return loader.construct_document(node)
     # Constructors raise errors of their own, such as for dates.
     except (yaml.YAMLError, AttributeError, TypeError) as error:
         raise ValueError(f"is not YAML: {error}") from None
+
+
+def _check_size(document: Any) -> None:
+    """Raise a ValueError for a YAML document whose aliases stand for more than `LARGEST` values.
+
+    Args:
+        document: node of the document, in which aliases are the nodes that they refer to.
+    """
+    # By id of the node: each node is counted once, and summed as often as it is referred to.
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = 1
+            for part in node.value if isinstance(node.value, list) else ():
+                # a mapping has pairs of nodes
+                sizes[id(node)] += sum(map(size, part if isinstance(part, tuple) else (part,)))
+        return sizes[id(node)]
+
+    # A document without aliases may be as large as it is.
+    if size(document) > max(LARGEST, len(sizes)):
+        raise ValueError(
+            f"holds more than {LARGEST} values once its aliases (*NAME) are replaced; write out "
+            "the settings of the job"
+        )
 
 
 def _construct(loader: Any, _: str, node: Any) -> Any:

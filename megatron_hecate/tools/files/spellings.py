@@ -39,7 +39,8 @@ MODELOPT = ("quant_cfg", "qat.enable")
 # Sections about adapters: of NeMo-RL (peft.enabled), verl (lora.rank), LoongForge (peft_config).
 ADAPTER_SECTIONS = {"peft", "lora", "lora_cfg", "lora_config", "peft_config", "lora_args"}
 # settings of which each can switch its section off; no other setting can
-ADAPTER_SWITCHES = {"enabled", "enable", "rank", "r", "dim", "lora_rank", "lora_dim", "type"}
+ADAPTER_SWITCHES = {"enabled", "enable", "rank", "r", "dim", "lora_rank", "lora_dim"}
+ADAPTER_SWITCHES |= {"type", "peft_type"}
 # Names outside of such sections. The first row of which a job has a name decides: with a
 # ``tuner_type`` of full, as in ms-swift, the rank of an adapter means nothing.
 ADAPTER_NAMES = (
@@ -119,7 +120,9 @@ def _by_name(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _by_recipe(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
-        if _name(key) in RECIPES and ADAPTED.search(str(value)):
+        if _name(key) in RECIPES and isinstance(value, Unknown):
+            yield key, value
+        elif _name(key) in RECIPES and ADAPTED.search(str(value)):
             yield key, str(value)
 
 
