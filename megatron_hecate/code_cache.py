@@ -24,6 +24,8 @@ from megatron_hecate import files
 VARIABLE = "MEGATRON_HECATE_CACHE"
 # Seconds to wait for the rank that compiles, at most; then this one compiles, too.
 LONGEST_WAIT: float = 120.0
+# SHA-256 at the end of each file. What loads machine code ignores bytes after its end.
+DIGEST_BYTES: int = 32
 
 
 def folder() -> Path:
@@ -59,7 +61,7 @@ def load_or_build(name: str, build: Callable[[], bytes]) -> Path:
 
 
 def read(name: str) -> bytes | None:
-    """Return the code of file ``name``; ``None`` if it is missing.
+    """Return the code of file ``name``; ``None`` if it is missing or damaged.
 
     Raises:
         OSError: if there is no folder or it cannot be read.
@@ -70,7 +72,11 @@ def read(name: str) -> bytes | None:
         return None
     _check_owner(path.parent)
     _check_owner(path)
-    return path.read_bytes()
+    content = path.read_bytes()
+    code, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+    if digest != hashlib.sha256(code).digest():
+        return None
+    return code
 
 
 def write(name: str, code: bytes) -> None:
@@ -82,7 +88,7 @@ def write(name: str, code: bytes) -> None:
     """
     path = _make_folder() / name
     with _way_out(path.parent):
-        files.replace(path, code, mode=files.PRIVATE)
+        files.replace(path, code + hashlib.sha256(code).digest(), mode=files.PRIVATE)
 
 
 def _make_folder() -> Path:
@@ -142,6 +148,6 @@ def _check_owner(path: Path) -> None:
         return
     raise PermissionError(
         f"{path} belongs to user {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}: compiled "
-        f"code must lie where only this user ({os.getuid()}) or root may write; chmod go-w it, or "
-        f"name another folder in ${VARIABLE}"
+        f"code must lie where only this user ({os.getuid()}) or root may write; run "
+        f"chmod go-w {path} as its owner, or name another folder in ${VARIABLE}"
     )

@@ -68,7 +68,7 @@ def cubin(capability: tuple[int, int]) -> bytes:
     compiler = f"nvrtc {major}.{minor}"
     sources = ("device.cu", *HEADERS)
     path = _cached(target, compiler, sources=sources, build=lambda: _compile_cubin(nvrtc, target))
-    return path.read_bytes()
+    return path.read_bytes()[: -code_cache.DIGEST_BYTES]
 
 
 def load_host_library() -> ctypes.CDLL:
@@ -106,7 +106,7 @@ def _compile_library(flags: list[str]) -> bytes:
         command = [*compiler, *flags, "-o", str(path), str(SOURCES / "host.cpp")]
         try:
             subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-            return path.read_bytes()
+            return path.read_bytes()[: -code_cache.DIGEST_BYTES]
         except (OSError, subprocess.SubprocessError) as error:
             stderr = getattr(error, "stderr", None) or ""
             raise CompileError(

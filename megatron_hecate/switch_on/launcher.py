@@ -114,6 +114,8 @@ def main(argv: list[str]) -> int:
     for file in ("moe_fssdp_speeds", "moe_fssdp_record"):
         if flags.get(file) is not None:
             flags[file] = str(Path(flags[file]).absolute())
+            # the last value of a flag counts
+            words += [f"--{file.replace('_', '-')}", flags[file]]
     _stay_in_front(words)
     return _run(name, flags, arguments, is_module=is_module)
 

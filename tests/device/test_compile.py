@@ -91,9 +91,10 @@ def test_what_is_too_old_or_has_no_compiler(cache: Path, monkeypatch: pytest.Mon
 def test_the_cache_is_private_and_used(cache: Path) -> None:
     assert host_library() == host_library() and _runs(cache) == 1
     (file,) = cache.iterdir()
-    assert (
-        stat.S_IMODE(cache.stat().st_mode) == 0o700 and stat.S_IMODE(file.stat().st_mode) == 0o600
-    )
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    file.write_bytes(file.read_bytes()[:-1])
+    assert host_library() == file and _runs(cache) == 2, "a damaged file is replaced"
 
 
 def test_what_others_may_write_is_not_executed(
@@ -104,7 +105,7 @@ def test_what_others_may_write_is_not_executed(
         path.chmod(mode)
         with pytest.raises(
             PermissionError,
-            match=rf"{path} .*mode {mode:o}: compiled code must lie where only this user.*; chmod go-w it, or name",
+            match=rf"{path} .*mode {mode:o}: compiled code must lie where only this user.*; run chmod go-w {path} as",
         ):
             host_library()
         path.chmod(right)

@@ -55,10 +55,14 @@ def test_checkouts_share_a_folder_of_the_users_own(cache: Path, tmp_path: Path) 
     assert first(1, 2) == 5 and second(3, 4) == 11
     assert (_compiled_by(first), _compiled_by(second)) == (1, 0)
     assert second(1.5, 2.0) == 5.5 and _compiled_by(second) == 1, "another signature"
-    assert len(files := list(cache.iterdir())) == 2
-    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600}
+    paths = list(cache.iterdir())
+    assert [stat.S_IMODE(path.stat().st_mode) for path in paths] == [0o600] * 2
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
     assert [path.name for path in (tmp_path / "one").iterdir()] == ["small.py"], "beside the source"
+    for path in paths:
+        path.write_bytes(path.read_bytes()[:-1])
+    damaged = _add_of(tmp_path / "one")
+    assert damaged(1, 2) == 5 and _compiled_by(damaged) == 1
     third = _add_of(tmp_path / "one")
     (tmp_path / "one" / "other.py").write_text("two = 2")
     _hash_sources.cache_clear()
