@@ -222,9 +222,9 @@ class _Messages:
             if _coalesces(self._group, device):
                 self._works = self._post_together(device)
             else:
-                self._works = self._post()
+                self._post()
         except RuntimeError as error:
-            raise self._failure(0, error) from error
+            raise self._failure(len(self._works), error, seen=0) from error
         if self._is_cuda:
             sizes = [(rank, sends, tensor.nbytes) for tensor, rank, sends in self._messages]
             under_way.note(
@@ -243,14 +243,11 @@ class _Messages:
             self._post()
         return coalesced.works
 
-    def _post(self) -> list[dist.Work]:
-        """Post each message and return its handle, which is void while the group coalesces."""
-        group = self._group
-        tag = self._tag
-        return [
-            group.send([tensor], rank, tag) if sends else group.recv([tensor], rank, tag)
-            for tensor, rank, sends in self._messages
-        ]
+    def _post(self) -> None:
+        """Post each message and keep its handle, which is void while the group coalesces."""
+        for tensor, rank, sends in self._messages:
+            post = self._group.send if sends else self._group.recv
+            self._works.append(post([tensor], rank, self._tag))
 
     def finish(self) -> None:
         """Wait for all messages: on a GPU the current stream waits, else the host."""
@@ -263,21 +260,22 @@ class _Messages:
                     work.wait(timeout=timedelta(seconds=self._timeout))
                 count += 1
         except RuntimeError as error:
-            raise self._failure(count, error) from error
+            raise self._failure(count, error, seen=count) from error
 
-    def _failure(self, count: int, error: RuntimeError) -> TransferError:
+    def _failure(self, failed: int, error: RuntimeError, *, seen: int) -> TransferError:
         """Return an error that names the peer of the failed message.
 
         Args:
-            count: number of messages that were complete before.
+            failed: index of the failed message.
             error: error of torch.
+            seen: number of messages that were complete before.
         """
-        tensor, peer, sends = self._messages[min(count, len(self._messages) - 1)]
+        tensor, peer, sends = self._messages[min(failed, len(self._messages) - 1)]
         seconds = time.monotonic() - self._started
         return TransferError(
             f"{self._name} failed on {self._transport.ranks} after {seconds:.1f} s (timeout "
             f"{self._timeout:g} s), waiting to {_action(sends)} rank {peer} ({tensor.nbytes} "
-            f"bytes): expected {len(self._messages)} messages, {count} were seen. Rank {peer} "
+            f"bytes): expected {len(self._messages)} messages, {seen} were seen. Rank {peer} "
             f"died, hangs, or did not take part. Cause: {error}"
         )
 

@@ -87,6 +87,7 @@ class Transfer:
 
         def run() -> None:
             try:
+                # Not result(): its error is raised where it is waited for.
                 futures.wait([previous])
                 with torch.no_grad():
                     for _ in steps:

@@ -46,7 +46,7 @@ class Stage(enum.Enum):
 
     # Its replicas are chosen.
     BEGUN = enum.auto()
-    # As before, and a graph replays parts of the forward, which began before the attention.
+    # Its replicas are chosen, before the attention; a graph replays parts of the forward.
     REPLAYED = enum.auto()
     # Its tokens have been dispatched.
     DISPATCHED = enum.auto()
@@ -59,8 +59,8 @@ class ForwardPass:
     Args:
         purpose: purpose of the forward.
         replicas: replicas that the forward computes with.
-        joined_homes: pending gradients and the token that autograd sees, if homes were joined to
-            their replicas before the attention.
+        joined_homes: pending gradients and the empty tensor that links both in autograd, if homes
+            were joined to their replicas before the attention.
         stage: how far it has come.
         is_counted: whether the load monitor's sums include its tokens.
         num_tokens: rows of the experts' input, one per token and chosen expert.

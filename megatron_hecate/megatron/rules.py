@@ -57,6 +57,7 @@ class Rule:
             # in some versions an enumerator, or a data type
             name = str(getattr(value, "value", value)).removeprefix("torch.")
             is_refused = is_refused and name not in self.known
+        # No isinstance: False, the usual value, is an int.
         elif type(self.instead) is int:
             is_refused = (value or 0) > self.instead
         return is_refused and (self.when is None or self.when(settings))

@@ -211,7 +211,7 @@ class Observer:
     def end_iteration(self) -> None:
         """Start to sum the counts. Collective: all ranks of the group call it at the same point."""
         # Replays of graphs enter no layer.
-        self.clock.begin_before(0)
+        self.clock.begin()
         self.clock.end_iteration()
         self.collect()
         total = GroupSum(self.counts.take(), self._group, timeout=1.0)

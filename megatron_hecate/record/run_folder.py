@@ -113,8 +113,7 @@ class RunRecord:
         computed_peak: the same for tokens as computed with FSSDP, [T, L] int64; ``None`` if not
             counted, as where the experts' input is padded.
         replica: experts in replica slots, [T, L, N, S] int64, -1 in empty slots; ``None`` like all
-            further arrays when observing. If microbatches have plans of their own, the plan with
-            most replicas.
+            further arrays when observing. If microbatches have plans of their own, the last one's.
         late: number of replicas fetched after the gate, [T, L] int64.
         rank_load: tokens computed by each rank, without padding, [T, L, N] int64.
         crossing: tokens computed on another node than the one they start on, [T, L] int64; ``None``

@@ -39,6 +39,7 @@ class TokenCounts:
         self._counts = torch.zeros(
             (distinguished, num_layers, num_experts), dtype=torch.int64, device=device
         )
+        # Microbatch that each layer counts next, one-hot, [L, M].
         self._running = torch.zeros((num_layers, distinguished), dtype=torch.int64, device=device)
         self._running[:, 0] = 1
         # Microbatches of each layer that `next_of` has begun, [L].

@@ -113,13 +113,13 @@ class BoundWeights:
             weight.main_grad = main_grad
 
     def join(
-        self, hidden: Tensor, token: Tensor, take: Callable[[Any, list[Tensor | None]], None]
+        self, hidden: Tensor, link: Tensor, take: Callable[[Any, list[Tensor | None]], None]
     ) -> tuple[Tensor, list[Tensor]]:
         """Make the `_Experts` node of a forward that a backward follows.
 
         Args:
             hidden: input of the experts, any shape.
-            token: empty tensor from `PendingGradients.join_homes`.
+            link: empty tensor from `PendingGradients.join_homes`.
             take: callback of the backward. Its arguments are the `_Homes` node, and the list of
                 complete gradients of all weights, with placeholders for weights of fused GEMMs.
 
@@ -127,7 +127,7 @@ class BoundWeights:
             The experts' input and their weights, a flat list.
         """
         unfused = [self.weights[index] for index in self._passed]
-        hidden, *joined = _join_experts(partial(self._take, take), token, hidden, *unfused)
+        hidden, *joined = _join_experts(partial(self._take, take), link, hidden, *unfused)
         if not joined:
             return hidden, self.weights
         weights = list(self.weights)
@@ -141,6 +141,7 @@ class BoundWeights:
         node: Any,
         grads_of_unfused: Sequence[Tensor | None],
     ) -> None:
+        """Complete the list of gradients with placeholders, and pass the list to ``take``."""
         grads: list[Tensor | None] = [None] * self._num_weights
         for index, grad in zip(self._passed, grads_of_unfused, strict=True):
             grads[index] = grad
@@ -190,10 +191,10 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, take: Callable, token: Tensor, hidden: Tensor, *weights: Tensor
+        ctx: Any, take: Callable, link: Tensor, hidden: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.take = take
-        ctx.device = token.device
+        ctx.device = link.device
         # A weight without a gradient then gives None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
         # Autograd returns inputs as views, which takes less time than to make views here.
@@ -208,11 +209,11 @@ class _Experts(torch.autograd.Function):
         # False if `torch.autograd.grad` of other tensors runs.
         if torch._C._will_engine_execute_node(homes):
             take(homes, grads)
-        # The gradient of the token must be defined: autograd runs nodes with undefined gradients in
+        # The gradient of the link must be defined: autograd runs nodes with undefined gradients in
         # the thread that called it, and at once.
-        token = torch.empty(0, device=ctx.device)
+        link = torch.empty(0, device=ctx.device)
         # The weights are detached, and have no gradients here.
-        return (None, token, grad, *[None] * len(grads))
+        return (None, link, grad, *[None] * len(grads))
 
 
 _join_experts = direct_apply(_Experts)

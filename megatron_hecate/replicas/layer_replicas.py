@@ -242,8 +242,8 @@ class Replicas:
         bound = self._bound()
         if not (bound.is_trained and torch.is_grad_enabled()):
             return hidden, bound.weights
-        pending, token = joined_homes or PendingGradients.join_homes(self.slots.experts)
-        return bound.join(hidden, token, partial(self._take_gradients, pending, bound))
+        pending, link = joined_homes or PendingGradients.join_homes(self.slots.experts)
+        return bound.join(hidden, link, partial(self._take_gradients, pending, bound))
 
     def _bound(self) -> BoundWeights:
         """Return the weights, made once per object of transfers.
@@ -336,6 +336,7 @@ class Replicas:
             _add(total, grads[index], first=first)
         for part, is_fused in enumerate(layout.fused):
             if is_fused:
+                # DDP then skips the placeholder that autograd carries, as after stock's GEMM.
                 for expert in pending.homes:
                     expert[part].grad_added_to_main_grad = True
         if first:

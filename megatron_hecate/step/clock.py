@@ -73,18 +73,17 @@ class Clock:
         """
         if self.is_in(layer):
             return False
-        self.begin_before(layer)
+        self.begin()
         self._entered[layer] = self.iteration
-        self._forwards[layer] = 0
         return True
 
-    def begin_before(self, layer: int) -> None:
-        """Begin an iteration if the next forward of ``layer`` is the first one in it.
+    def begin(self) -> None:
+        """Begin an iteration before a forward, unless one is running.
 
         Raises:
             RuntimeError: if the job's default process group has been destroyed since conversion.
         """
-        if self.is_in(layer) or self.begun == self.iteration:
+        if self.begun == self.iteration:
             return
         if self._attempt.is_over:
             raise RuntimeError(

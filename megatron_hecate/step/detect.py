@@ -5,7 +5,7 @@
 | DDP reduces gradients | gradients of replicas return first; then the iteration ends |
 | DDP zeroes gradients | gradients of replicas are dropped; the iteration ends |
 | an optimizer steps | the iteration ends |
-| a forward outside of a schedule's call | weights may have changed, by writes that show nowhere |
+| a schedule's call, or a forward outside of one | weights may have changed, without a trace |
 | version counters of weights have grown | weights have changed |
 
 A loop with neither Megatron's DDP nor an optimizer of torch says itself where iterations begin.

@@ -121,11 +121,12 @@ class FSSDPLayer:
         running = state.running
         captured = captures_graph()
         if captured:
-            by_quotas = state.always_physical
+            # Whether an expert may have several holders.
+            may_split = state.always_physical
             late = False
         else:
             assert running is not None, f"{state.name}: a forward without begin"
-            by_quotas = running.replicas is not None
+            may_split = running.replicas is not None
             late = self.prefetcher.planner.awaits_late_replicas(state)
         if captured and state.always_physical and rerouter.tables.placed is None:
             # graphs are warmed up and captured before the first iteration places replicas
@@ -135,7 +136,7 @@ class FSSDPLayer:
             running.is_counted = True
             sums = self.prefetcher.monitor.next_counts(state.index, routing_map.device)
         counted = rerouter.count(routing_map, probs, sums)
-        if by_quotas or late:
+        if may_split or late:
             with trace.span("loads", state.name):
                 loads = gather_rows(
                     counted.loads,
@@ -147,17 +148,17 @@ class FSSDPLayer:
             if late:
                 with trace.span("late", state.name):
                     running.replicas = self.prefetcher.add_late(state, loads)
-                by_quotas = running.replicas is not None
-                if by_quotas:
+                may_split = running.replicas is not None
+                if may_split:
                     state.place(running.replicas)
-        physical = by_quotas or state.always_physical
+        physical = may_split or state.always_physical
         dispatcher = state.physical_dispatcher if physical else state.stock_dispatcher
         if self.token_dispatcher is not dispatcher:
             self.token_dispatcher = dispatcher
         if physical:
             with trace.span("quotas", state.name):
                 routing_map, probs, exchange = rerouter.reroute(
-                    probs, counted, loads if by_quotas else None
+                    probs, counted, loads if may_split else None
                 )
             if exchange is not None:
                 dispatcher.expect(routing_map, exchange)

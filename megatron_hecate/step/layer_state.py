@@ -1,6 +1,6 @@
 """Parts of one converted layer, and its state: placement, replicas, microbatches in flight.
 
-The state makes no decisions about time: `prefetch` calls the state, never the reverse.
+The state makes no decisions about time: `layer` and `prefetch` call it, never the reverse.
 """
 
 from __future__ import annotations
@@ -201,12 +201,20 @@ class LayerState(Uncopied):
         """Replicas of the next or running forward."""
         return self.current.replicas
 
-    def _sizes(self) -> LayerShape:
-        """Compute the layer's sizes for the cost model from its parameters as they are now."""
+    def shape(self, microbatches: int) -> LayerShape:
+        """Return the layer's sizes for the cost model, for iterations of ``microbatches``.
+
+        Parameters count as they are now, after any cast.
+        """
         model = self.parts.layer.config
         # Width of a token as dispatched.
         token_width = getattr(model, "moe_latent_size", None) or model.hidden_size
         expert = self.parts.experts.first
+        lifetime = LIFETIMES[self.config.lifetime]
+        passes = self.parts.passes
+        # Replicas serve all passes of a microbatch, and each pass returns gradients.
+        # Without a schedule, replicas and their gradients are transferred in each microbatch.
+        least = 0 if self.in_schedule else 1
         return LayerShape(
             expert_bytes=self.parts.experts.chunk_bytes,
             # gradients are transferred in fp32
@@ -214,16 +222,6 @@ class LayerState(Uncopied):
             token_bytes=token_width * expert[0].element_size(),
             # a matrix costs 2 FLOPs per element and token
             token_flops=sum(2.0 * p.numel() for p in expert if p.dim() > 1),
-        )
-
-    def shape(self, microbatches: int) -> LayerShape:
-        """Return the layer's sizes for the cost model, for iterations of ``microbatches``."""
-        lifetime = LIFETIMES[self.config.lifetime]
-        passes = self.parts.passes
-        # Without a schedule, replicas and their gradients are transferred in each microbatch.
-        least = 0 if self.in_schedule else 1
-        return dataclasses.replace(
-            self._sizes(),
             microbatches=microbatches * passes,
             fetches=max(1, max(least, lifetime.fetches) * microbatches),
             returns=max(1, max(least, lifetime.returns * passes) * microbatches),

@@ -111,9 +111,10 @@ class Prefetcher(Uncopied, StepEvents):
         self._enter_chunk(chunk_index)
         experts = self._experts[first.index]
         if not gathers_params(experts):
-            self.clock.begin_before(first.index)
+            self.clock.begin()
             self._prepare(first)
         elif first.config.slots:
+            # The iteration begins before the attention, when activations are allocated.
             if not self.pool.layers:
                 self._allocate()
             start_gathers(experts)
@@ -318,7 +319,13 @@ class Prefetcher(Uncopied, StepEvents):
             self.states[previous].fetch_again()
 
     def iteration_begins(self, iteration: int) -> None:
-        """Begin an iteration of all parts of the model. Collective; the order matters."""
+        """Begin an iteration of all parts of the model. Collective.
+
+        Gradients return before buffers are reset. Loads are collected before forecast and rehoming.
+        Buffers are allocated last, for the parameters as they are then.
+        """
+        here.iteration = iteration
+        here.reach("begin of the iteration")
         if self.find_conflicts is not None:
             check_model(self.states, self.find_conflicts)
             self.find_conflicts = None
@@ -330,7 +337,6 @@ class Prefetcher(Uncopied, StepEvents):
         self.planner.begin_iteration()
         if not self.clock.is_repeated:
             self.returns.begin_iteration(self.clock.microbatches)
-        here.iteration = iteration
         self.pool.reset(self.clock.ended_because)
         for state in self.states:
             state.abandon()
@@ -338,9 +344,10 @@ class Prefetcher(Uncopied, StepEvents):
         self.monitor.collect()
         self.forecast = self.monitor.history.forecast()
         self._routes.begin_iteration()
+        # Before experts move: the agreement refuses frozen ones.
+        self._trained.begin_iteration(self.monitor.num_frozen)
         if self.rehoming is not None:
             self.rehoming.iteration_begins(iteration)
-        self._trained.begin_iteration(self.monitor.num_frozen)
         if self.states[0].config.slots:
             self._allocate()
 

@@ -16,6 +16,7 @@ from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.megatron.cuda_graphs import captured_parts
 from megatron_hecate.megatron.data_parallel import DataParallel
 from megatron_hecate.megatron.experts import FSSDPExperts
+from megatron_hecate.megatron.rules import SettingSources
 from megatron_hecate.record.layer_recorder import LayerRecorder
 from megatron_hecate.routes.known_routes import KnownRoutes
 from megatron_hecate.step.layer import FSSDPLayer, GraphedBlock
@@ -127,6 +128,7 @@ def _attach_layer(
         prefetcher=prefetcher,
         __class__=_subclass(FSSDPLayer, type(layer)),
     )
+    # Where a graph replays `preprocess`, none runs that would choose it.
     if state.always_physical:
         _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
     if state.is_captured:
@@ -156,7 +158,7 @@ def _attach_layer(
 def _attach_block(undo: contextlib.ExitStack, block: Module, layer: FSSDPLayer) -> None:
     """Call the layer before the attention of its transformer layer ``block``."""
     # CUDA graphs run no hooks, and Megatron refuses to capture modules with hooks
-    if captured_parts(unsupported.SettingSources(layer.config)):
+    if captured_parts(SettingSources(layer.config)):
         _assign(undo, block, __class__=_subclass(GraphedBlock, type(block)))
     else:
         hook = block.self_attention.register_forward_pre_hook(

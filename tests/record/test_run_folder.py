@@ -290,7 +290,6 @@ def test_a_model_that_has_gone_leaves_a_whole_record_and_no_thread(
             thread.join(10)
             assert not thread.is_alive()
         record = read(folder)
-        assert record.iteration.tolist() == [iteration] and record.load.tolist() == [
-            [[iteration, 0]]
-        ]
+        assert record.iteration.tolist() == [iteration]
+        assert record.load.tolist() == [[[iteration, 0]]]
     assert not capsys.readouterr().err

@@ -29,49 +29,41 @@ TINY = dict(SHARDED, bucket_size=1)
 ACCUMULATED = dict(TINY, ddp=ACCUMULATION)
 LAYER = dict(lifetime="layer")
 OVERLAPPED = dict(moe_shared_expert_intermediate_size=32, moe_shared_expert_overlap=True)
-# layouts, and settings of FSSDP
-APART: dict[str, tuple[Layout, dict[str, Any]]] = {
-    "small buckets": (Layout(4, dict(SHARDED, bucket_size=1000), {}), {}),
-    "one bucket": (Layout(4, dict(SHARDED, bucket_size=10**9), {}), {}),
-    "recomputed": (Layout(4, TINY, FULL), LAYER),
-    "aligned gathers": (Layout(4, dict(TINY, ddp=dict(align_param_gather=True)), {}), {}),
-    "shared experts": (Layout(4, TINY, OVERLAPPED), dict(late_replicas=2)),
-    "bf16": (Layout(4, dict(SHARDED, bf16=True, accumulate=2), {}), {}),
-    "all-reduces": (Layout(4, dict(overlap=True, bucket_size=1, accumulate=2), {}), {}),
-    "grouped, fused": (Layout(4, dict(TINY, accumulate=2), FUSED_WGRAD, experts="grouped"), {}),
-    "accumulated": (Layout(4, ACCUMULATED, {}), {}),
-    "accumulated, small buckets": (Layout(4, dict(ACCUMULATED, bucket_size=1000), {}), {}),
-    "accumulated, recomputed": (Layout(4, dict(ACCUMULATED, accumulate=2), FULL), LAYER),
-    "accumulated, combined": (Layout(4, dict(ACCUMULATED, accumulate=2), COMBINED), {}),
+APART = {
+    "small buckets": Layout(4, dict(SHARDED, bucket_size=1000), {}),
+    "one bucket": Layout(4, dict(SHARDED, bucket_size=10**9), {}),
+    "recomputed": Layout(4, TINY, FULL),
+    "aligned gathers": Layout(4, dict(TINY, ddp=dict(align_param_gather=True)), {}),
+    "shared experts": Layout(4, TINY, OVERLAPPED),
+    "bf16": Layout(4, dict(SHARDED, bf16=True, accumulate=2), {}),
+    "all-reduces": Layout(4, dict(overlap=True, bucket_size=1, accumulate=2), {}),
+    "grouped, fused": Layout(4, dict(TINY, accumulate=2), FUSED_WGRAD, experts="grouped"),
+    "accumulated": Layout(4, ACCUMULATED, {}),
+    "accumulated, small buckets": Layout(4, dict(ACCUMULATED, bucket_size=1000), {}),
+    "accumulated, recomputed": Layout(4, dict(ACCUMULATED, accumulate=2), FULL),
+    "accumulated, combined": Layout(4, dict(ACCUMULATED, accumulate=2), COMBINED),
     # the layer itself reaches the point where reductions start: autograd's is too early
-    "accumulated, delayed": (
-        Layout(4, dict(ACCUMULATED, accumulate=2), DELAYED, experts="grouped"),
-        {},
-    ),
+    "accumulated, delayed": Layout(4, dict(ACCUMULATED, accumulate=2), DELAYED, experts="grouped"),
     # all ranks are one context-parallel group, which contains two expert-parallel groups
-    "accumulated, around the attention": (
-        Layout(4, dict(ACCUMULATED, cp=4, bucket_size=1000), {}),
-        {},
-    ),
-    "accumulated, no attention in front": (
-        Layout(4, ACCUMULATED, dict(num_layers=5), pattern=(HYBRID[0], "")),
-        {},
+    "accumulated, around the attention": Layout(4, dict(ACCUMULATED, cp=4, bucket_size=1000), {}),
+    "accumulated, no attention in front": Layout(
+        4, ACCUMULATED, dict(num_layers=5), pattern=(HYBRID[0], "")
     ),
     # two stages of two chunks; DDP gives later chunks one bucket each
-    "pipelines": (Layout(8, dict(TINY, pp=2, vpp=2, accumulate=4), {}), {}),
-    "pipelines, aligned gathers": (
-        Layout(8, dict(TINY, pp=2, vpp=2, accumulate=4, ddp=dict(align_param_gather=True)), {}),
-        {},
+    "pipelines": Layout(8, dict(TINY, pp=2, vpp=2, accumulate=4), {}),
+    "pipelines, aligned gathers": Layout(
+        8, dict(TINY, pp=2, vpp=2, accumulate=4, ddp=dict(align_param_gather=True)), {}
     ),
 }
+# settings of FSSDP
+SETTINGS = dict.fromkeys(("recomputed", "accumulated, recomputed"), LAYER)
+SETTINGS["shared experts"] = dict(late_replicas=2)
 QUICK_APART = ("grouped, fused", "accumulated, combined")
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize("name", quick(APART, QUICK_APART))
-@ranks(
-    lambda name: APART[name][0].num_ranks, timeout=300, preload=lambda name: APART[name][0].packages
-)
+@ranks(lambda name: APART[name].num_ranks, timeout=300, preload=lambda name: APART[name].packages)
 def test_ranks_without_replicas(name: str) -> None:
     """Expert-parallel groups plan apart: the ranks of each of two in turn have no replicas.
 
@@ -79,7 +71,7 @@ def test_ranks_without_replicas(name: str) -> None:
     circle (`adapter.parameter_gathers`). Small buckets are the hard case: then each layer has several buckets of dense
     parameters and several of experts.
     """
-    layout, settings = APART[name]
+    layout, settings = APART[name], SETTINGS.get(name, {})
     groups = ((2, 3), (0, 1)) if layout.num_ranks == 4 else ((2, 3, 6, 7), (0, 1, 4, 5))
     case, _ = variants.case_of(layout)
     stock = tiny_gpt.train(case)
@@ -97,8 +89,6 @@ def test_ranks_without_replicas(name: str) -> None:
 # For each iteration in turn, the slots of rank 0 and of rank 1 that hold a replica.
 FILLED = (((1,), ()), ((0, 1, 2), (0,)), ((), (2,)), ((0, 2), (0, 1)), ((), ()), ((2,), (1, 2)))
 SLOTS = 3
-
-
 TWICE = dict(accumulate=2)
 # layouts, and lifetimes
 WITH_GAPS = {

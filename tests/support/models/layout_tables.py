@@ -81,8 +81,6 @@ PARALLEL = {
         "layer added replaced homes-layer homes-late homes-nvlink",
         quick="none replaced homes-nvlink",
     ),
-    "edp2-overlap": Layout(4, dict(overlap=True, accumulate=4), {}, "homes"),
-    "edp2-distopt": Layout(4, dict(bf16=True, distributed_optimizer=True), {}, "homes"),
     "edp2-distopt-overlap": core(4, dict(accumulate=2, **SHARDED), {}, "homes", quick=BOTH),
     "tp2-etp1": core(2, dict(tp=2), {}, "homes", quick="replicas"),
     "tp2-etp2": core(4, dict(tp=2, etp=2), {}, "homes", quick="replicas"),
@@ -110,7 +108,6 @@ PARALLEL = {
         4, dict(one_expert=True, ep=4, experts=4, accumulate=2), {}, "homes", quick="replicas"
     ),
     "bf16": core(2, dict(bf16=True, accumulate=4), {}, "homes", quick="replicas"),
-    "bf16-distopt-overlap": Layout(2, dict(bf16=True, accumulate=2, **SHARDED), layers(4), "layer"),
 }
 SCHEDULES = {
     "recompute-full": Layout(
@@ -131,9 +128,6 @@ SCHEDULES = {
     ),
     "ep-comm-overlap-distopt-overlap": Layout(
         2, dict(accumulate=4, **SHARDED), COMBINED, "homes", quick="replicas"
-    ),
-    "ep-comm-overlap-pp2-vpp2": Layout(
-        4, dict(INTERLEAVED, **SHARDED), layers(12, **COMBINED), "layer"
     ),
     "mtp": Layout(2, dict(accumulate=2), layers(4, **MTP), "layer"),
     "mtp-repeated": Layout(
@@ -210,7 +204,6 @@ ROUTING = {
     "capacity-padded-allgather-ep4": Layout(
         4, dict(ep=4), dict(PADDED, **ALLGATHER, moe_expert_capacity_factor=1.5)
     ),
-    "biases-distopt-overlap": Layout(2, SHARDED, BIAS, "homes"),
 }
 FLEX = {
     "deepep-capacity": core(
@@ -330,15 +323,12 @@ GROUPED_TENSORS = {
 # in fp8 and fp4
 COMPUTED = {
     "mxfp8": over_te("mxfp8", dict(accumulate=3), {}, "layer layer-late", quick="layer-late"),
-    "mxfp8-edp2-distopt-overlap": over_te("mxfp8", SHARDED, {}, "homes", ranks=4),
-    "mxfp8-pp2-recompute": over_te("mxfp8", PIPELINE, FULL, ranks=4),
     "mxfp8-first-layer-bf16": over_te(
         "mxfp8", {}, dict(FIRST_IN_BF16, moe_router_padding_for_quantization=True)
     ),
     "mxfp8-delayed-biases": over_te("mxfp8", dict(accumulate=4), dict(DELAYED, **BIAS)),
     "mxfp8-delayed": over_te("mxfp8", dict(accumulate=4, **SHARDED), DELAYED, "homes"),
     "tensorwise": over_te("tensorwise", {}, {}, "homes-layer"),
-    "blockwise": over_te("blockwise", {}, {}),
     "nvfp4-recompute-moe": over_te("nvfp4", {}, MOE, "layer homes"),
 }
 STORED = {

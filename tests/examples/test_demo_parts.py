@@ -1,4 +1,7 @@
-"""Two jobs that take turns. Oracle: the order in which their steps were written to one file."""
+"""Parts of the demo: two jobs that take turns, and what its probe counts.
+
+Oracles: the order in which steps were written to one file; the placement, and the experts' own parameters.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import probe
 import pytest
+import tiny_gpt
 import torch.distributed as dist
+from ranks import ranks
 from turns import STEPS, VARIABLE, Turns
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -74,3 +80,15 @@ def test_both_jobs_pass_on_at_the_same_time(
     monkeypatch.setattr(Path, "write_text", write_then_end)
     Turns(tmp_path, "first", "second").end()
     assert (tmp_path / "first ended").exists() and (tmp_path / "second ended").exists()
+
+
+@ranks(2)
+def test_bytes_of_replicas() -> None:
+    run = tiny_gpt.train(tiny_gpt.initialized(skew=2.5), hook=tiny_gpt.fssdp_hook())
+    assert run.replicas > 0
+    for layer in tiny_gpt.moe_layers(run.chunks):
+        replicas = int(layer.fssdp.placement.is_replica[dist.get_rank()].sum())
+        homes = list(layer.experts.parameters())
+        each = sum(p.numel() for p in homes) // layer.experts.num_local_experts
+        padded = -(-each * 4 // 256) * 256  # fp32, weights and gradients; copies are aligned
+        assert probe._replica_bytes(layer) == replicas * 2 * padded
