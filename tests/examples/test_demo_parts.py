@@ -1,7 +1,4 @@
-"""Parts of the demo: two jobs that take turns, and what its probe counts.
-
-Oracles: the order in which steps were written to one file; the placement, and the experts' own parameters.
-"""
+"""Parts of the demo. Oracles: the order in which steps were written to one file; placement and experts' parameters."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_thread_without_end_delays_the_exit_by_its_patience() -> None:
     assert _run(BUSY).returncode == 0
     began = time.monotonic()
     assert _run(code).returncode == 0
-    assert time.monotonic() - began < began - plain + 3
+    assert time.monotonic() - began < 2 * (began - plain) + 10, "it sleeps for 60 s"
 
 
 @pytest.mark.fast

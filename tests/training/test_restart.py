@@ -98,7 +98,7 @@ def test_wherever_an_attempt_dies_the_next_one_trains() -> None:
 @pytest.mark.slow
 @ranks(2, timeout=600)
 def test_three_attempts_at_each_point() -> None:
-    """Threads, groups and memory are flat; what stock Megatron itself leaves behind is left in both."""
+    """Threads and groups are flat; Megatron keeps models in both, and with a graph that broke off its replicas."""
     places = [name for name, point in restarts.POINTS.items() if point.stock]
     stock = list(_deaths(held=False, stock=True, points=places, times=ATTEMPTS))
     ours = []
@@ -106,11 +106,11 @@ def test_three_attempts_at_each_point() -> None:
         ours.append((name, left))
         _check_flat(name, ours[0][1], left)
         gc.collect()
-    growth = [
-        (attempts[-2][1].tensors - attempts[ATTEMPTS][1].tensors) / (len(attempts) - ATTEMPTS - 2)
-        for attempts in (stock, ours)
-    ]
-    assert growth[1] <= 1.05 * growth[0], growth
+    kept_by_stock, kept = (
+        max(c.tensors - b.tensors for (_, b), (_, c) in zip(s[1::3], s[2::3], strict=True))
+        for s in (stock, ours)
+    )
+    assert kept <= 1.5 * kept_by_stock, (kept, kept_by_stock)
 
 
 @dataclasses.dataclass

@@ -134,7 +134,7 @@ def in_transfer(run: Any, name: str) -> None:
 
         def dies(*args: Any, begin: Callable = begin, **settings: Any) -> None:
             if dist.get_rank() == 0:
-                run.transfer = begin(*args, **settings)
+                dies.begun = begin(*args, **settings)
             raise DeathError
 
         setattr(transport, name, dies)
