@@ -121,7 +121,6 @@ class FSSDPLayer:
         running = state.running
         captured = captures_graph()
         if captured:
-            # Whether an expert may have several holders.
             may_split = state.always_physical
             late = False
         else:

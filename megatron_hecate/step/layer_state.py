@@ -154,6 +154,7 @@ class LayerState(Uncopied):
         # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
         # a thread without the schedule's stack.
         self.in_schedule = True
+        self._shapes: dict[tuple[int, bool, torch.dtype], LayerShape] = {}
         # Replicas of the microbatches whose backward has not run, one entry per pass, oldest first:
         # Megatron's schedules preserve the order.
         self._in_flight: deque[Replicas | None] = deque()
@@ -202,10 +203,14 @@ class LayerState(Uncopied):
         return self.current.replicas
 
     def shape(self, microbatches: int) -> LayerShape:
-        """Return the layer's sizes for the cost model, for iterations of ``microbatches``.
+        """Return the layer's sizes for the cost model, for iterations of ``microbatches``."""
+        # A cast changes the parameters after the conversion.
+        inputs = (microbatches, self.in_schedule, self.parts.experts.dtype)
+        if inputs not in self._shapes:
+            self._shapes[inputs] = self._compute_shape(microbatches)
+        return self._shapes[inputs]
 
-        Parameters count as they are now, after any cast.
-        """
+    def _compute_shape(self, microbatches: int) -> LayerShape:
         model = self.parts.layer.config
         # Width of a token as dispatched.
         token_width = getattr(model, "moe_latent_size", None) or model.hidden_size

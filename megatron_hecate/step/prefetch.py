@@ -321,8 +321,7 @@ class Prefetcher(Uncopied, StepEvents):
     def iteration_begins(self, iteration: int) -> None:
         """Begin an iteration of all parts of the model. Collective.
 
-        Gradients return before buffers are reset. Loads are collected before forecast and rehoming.
-        Buffers are allocated last, for the parameters as they are then.
+        Gradients return first, loads come before forecast and rehoming, allocation is last.
         """
         here.iteration = iteration
         here.reach("begin of the iteration")

@@ -67,12 +67,9 @@ class Proposal:
                 f"some layers run FSSDP already and others do not: {names} of {len(model.layers)}"
             )
         speeds = read_speeds(config, problems)
+        ranks = parts[0].ranks if parts else ()
         connection = connect(
-            config.transport,
-            parts[0].ranks if parts else (),
-            problems,
-            timeout=config.timeout,
-            nccl_ctas=config.nccl_ctas,
+            config.transport, ranks, problems, timeout=config.timeout, nccl_ctas=config.nccl_ctas
         )
         if connection.name == "nvlink" and config.slots:
             with collect(problems, "transfers cannot be compiled"):
