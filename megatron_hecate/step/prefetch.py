@@ -343,10 +343,10 @@ class Prefetcher(Uncopied, StepEvents):
         self.monitor.collect()
         self.forecast = self.monitor.history.forecast()
         self._routes.begin_iteration()
-        # Before experts move: the agreement refuses frozen ones.
-        self._trained.begin_iteration(self.monitor.num_frozen)
+        # First, because it refuses homes that a failed move has left inconsistent.
         if self.rehoming is not None:
             self.rehoming.iteration_begins(iteration)
+        self._trained.begin_iteration(self.monitor.num_frozen)
         if self.states[0].config.slots:
             self._allocate()
 

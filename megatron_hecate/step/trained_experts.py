@@ -71,7 +71,7 @@ class TrainedExperts:
             flags, self._group, timeout=config.timeout, what="frozen parameters"
         )
         if config.rehome:
-            # An error comes before experts move.
+            # Read at once, so that the error comes before any forward.
             self.is_trained(0)
 
     def is_trained(self, index: int) -> bool:

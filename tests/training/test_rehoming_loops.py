@@ -53,8 +53,6 @@ def test_experts_of_which_some_are_frozen_stay() -> None:
     freeze_one(trained.chunks)
     with pytest.raises(ValueError, match=message):
         trained.step(2)
-    for layer in tiny_gpt.moe_layers(trained.chunks):
-        assert (layer.fssdp.homes.table == layer.fssdp.parts.homes_only.table).all(), "a move first"
 
 
 @ranks(2)
