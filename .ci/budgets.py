@@ -23,12 +23,12 @@ LONGEST_COMPILED = 85
 BOXES = ("nvlink", "homes", "routes", "record")
 # Lines by area, at most: lowered with what is deleted, never raised.
 AREAS = {
-    "core": 13_961,
+    "core": 13_960,
     "box nvlink": 2_067,
     "box homes": 1_216,
     "box routes": 288,
     "box record": 1_824,
-    "tools": 4_470,
+    "tools": 4_469,
     "tests": 28_598,
     "bench": 7_895,
 }

@@ -58,5 +58,5 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict, list[str]]
         return 0
 
     monkeypatch.setattr(launcher, "_run", note)
-    monkeypatch.setattr(launcher, "_stay_in_front", list)
+    monkeypatch.setattr(launcher, "_stay_in_front", lambda *_: None)
     return targets

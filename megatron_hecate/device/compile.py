@@ -106,7 +106,7 @@ def _compile_library(flags: list[str]) -> bytes:
         command = [*compiler, *flags, "-o", str(path), str(SOURCES / "host.cpp")]
         try:
             subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
-            return path.read_bytes()[: -code_cache.DIGEST_BYTES]
+            return path.read_bytes()
         except (OSError, subprocess.SubprocessError) as error:
             stderr = getattr(error, "stderr", None) or ""
             raise CompileError(

@@ -153,7 +153,8 @@ def name_ranks_behind(
             since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(beat.since))
             text = f"rank {rank} on {beat.host} ({state}{beat.where}, since {since})"
             behind.append((beat.since, text))
-    if not behind:
+    # A process may be busy before its first forward.
+    if not (behind and furthest):
         return ""
     # The rank that stopped first may be the cause of the other stalls.
     named = ", ".join(text for _, text in sorted(behind)[:NAMED])

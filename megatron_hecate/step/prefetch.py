@@ -319,10 +319,7 @@ class Prefetcher(Uncopied, StepEvents):
             self.states[previous].fetch_again()
 
     def iteration_begins(self, iteration: int) -> None:
-        """Begin an iteration of all parts of the model. Collective.
-
-        Gradients return first, loads come before forecast and rehoming, allocation is last.
-        """
+        """Return gradients, collect loads, move homes, then allocate, in this order. Collective."""
         here.iteration = iteration
         here.reach("begin of the iteration")
         if self.find_conflicts is not None:
@@ -352,9 +349,10 @@ class Prefetcher(Uncopied, StepEvents):
 
     def _allocate(self) -> None:
         """Allocate the buffers, unless they have room for the parameters as they are now."""
-        layers = [state.parts.buffer(state.config.slots) for state in self.states]
-        if layers == self.pool.layers:
+        dtypes = [state.parts.experts.dtype for state in self.states]
+        if dtypes == [layer.dtype for layer in self.pool.layers]:
             return
+        layers = [state.parts.buffer(state.config.slots) for state in self.states]
         self.pool.allocate(layers, next(self._experts[0].parameters()).device)
         for state in self.states:
             is_trained = partial(self._trained.is_trained, state.index)

@@ -128,7 +128,6 @@ def _attach_layer(
         prefetcher=prefetcher,
         __class__=_subclass(FSSDPLayer, type(layer)),
     )
-    # Where a graph replays `preprocess`, none runs that would choose it.
     if state.always_physical:
         _assign(undo, layer, token_dispatcher=state.physical_dispatcher)
     if state.is_captured:

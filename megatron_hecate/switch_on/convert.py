@@ -69,7 +69,6 @@ def _convert(model: Model, config: HecateConfig) -> None:
     # the model is unchanged until here
     resolved, notes = proposal.agree()
     transport = proposal.connection.transport
-    # None on a stage without MoE layers
     ranks = [] if transport is None else dist.get_process_group_ranks(transport.group)
     watchdog.watch(ranks, timeout=config.timeout)
     folder = config.folder and Attempt.current().folder_of_model(config.folder)

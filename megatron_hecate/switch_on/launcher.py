@@ -111,12 +111,13 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         parser.error(str(error))
     # paths must be absolute, because the script may change the working directory
+    last_words: list[str] = []
     for file in ("moe_fssdp_speeds", "moe_fssdp_record"):
         if flags.get(file) is not None:
             flags[file] = str(Path(flags[file]).absolute())
-            # the last value of a flag counts
-            words += [f"--{file.replace('_', '-')}", flags[file]]
-    _stay_in_front(words)
+            place = last_words if file in flags_among(arguments) else words
+            place += [f"--{file.replace('_', '-')}", flags[file]]
+    _stay_in_front(words, last_words)
     return _run(name, flags, arguments, is_module=is_module)
 
 
@@ -202,7 +203,7 @@ class _WrapMegatron(importlib.abc.MetaPathFinder):
 FINDER = _WrapMegatron()
 
 
-def _stay_in_front(words: list[str]) -> None:
+def _stay_in_front(words: list[str], last_words: list[str]) -> None:
     """Put the launcher in front of a Python script or module that replaces this process.
 
     Bridge's scripts replace their process to restart in a recipe's environment. All functions of
@@ -210,12 +211,13 @@ def _stay_in_front(words: list[str]) -> None:
 
     Args:
         words: our flags in front of the target.
+        last_words: our flags behind the target's arguments; a flag's last value counts.
     """
 
     def replace(execute: Callable, file: Any, command: Sequence[str], *environment: Any) -> None:
         python, *target = command
         if file == sys.executable and target and (target[0] == "-m" or target[0].endswith(".py")):
-            command = [python, "-m", "megatron_hecate", "run", *words, "--", *target]
+            command = [python, "-m", "megatron_hecate", "run", *words, "--", *target, *last_words]
         execute(file, command, *environment)
 
     for name in ("execv", "execve"):

@@ -279,7 +279,7 @@ def _layout(
     ep = flags.ep
     if ep is None:
         ep = run.info.ranks if run.stages and run.info.ranks in divisors else divisors[-1]
-        if ep == 1 < per_stage and not (run.stages and run.info.ranks == 1):
+        if ep == 1 < min(per_stage, model.experts) and not (run.stages and run.info.ranks == 1):
             size = next(n for n in (8, 4, 2, model.experts) if model.experts % n == 0)
             near = max(1, round(per_stage / size)) * size
             raise ValueError(

@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--export {flags.export}: the name must end with .csv or .json")
     folder = flags.run_dirs[-1]
     out = flags.out or folder / "report.html"
-    if flags.export is not None and flags.export.absolute() == out.absolute():
+    if flags.export is not None and flags.export.resolve() == out.resolve():
         parser.error(f"--out and --export name the same file, {out}")
     if out.suffix == ".rows":
         parser.error(f"{out} has the name of a recorded file; name another one")

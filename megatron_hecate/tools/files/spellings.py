@@ -120,7 +120,7 @@ def _by_name(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _by_recipe(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in settings.items():
-        if _name(key) in RECIPES and isinstance(value, Unknown):
+        if key in RECIPES and isinstance(value, Unknown):
             yield key, value
         elif _name(key) in RECIPES and ADAPTED.search(str(value)):
             yield key, str(value)
