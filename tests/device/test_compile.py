@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_hecate import files
-from megatron_hecate.code_cache import VARIABLE
+from megatron_hecate.code_cache import DIGEST_BYTES, VARIABLE
 from megatron_hecate.device import compile
 from megatron_hecate.device.compile import CompileError, cubin, host_library
 
@@ -91,8 +91,8 @@ def test_what_is_too_old_or_has_no_compiler(cache: Path, monkeypatch: pytest.Mon
 def test_the_cache_is_private_and_used(cache: Path) -> None:
     assert host_library() == host_library() and _runs(cache) == 1
     (file,) = cache.iterdir()
-    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (cache, file)] == [0o700, 0o600]
+    assert file.read_bytes()[:-DIGEST_BYTES] == b"compiled\n"
     file.write_bytes(file.read_bytes()[:-1])
     assert host_library() == file and _runs(cache) == 2, "a damaged file is replaced"
 
