@@ -203,9 +203,8 @@ def test_the_hook_by_itself_prints_a_list_once(tmp_path: Path) -> None:
 
 def _ended_and_continued(text: Path, checkpoints: Path, launcher: list[str]) -> list[list[float]]:
     """Losses of both parts; the launcher gets the signal in the third iteration of six."""
-    flags = (
-        f"--exit-signal-handler --save {checkpoints} --load {checkpoints} --save-interval 9".split()
-    )
+    flags = ["--exit-signal-handler", "--save", str(checkpoints), "--load", str(checkpoints)]
+    flags += ["--save-interval", "100"]
     code, log = run_script(text, *flags, launcher=launcher, script=TERMINATED)
     assert code != 0, "torchrun ends with the signal"
     assert "exiting program after receiving SIGTERM" in log, log[-4000:]

@@ -348,9 +348,9 @@ class Prefetcher(Uncopied, StepEvents):
             self._allocate()
 
     def _allocate(self) -> None:
-        """Allocate the buffers, unless they are there, and the model has not been cast since."""
-        layers = self.pool.layers
-        if layers and layers[0].dtype == self.states[0].parts.experts.dtype:
+        """Allocate the buffers, unless they are there, and no layer has been cast since."""
+        dtypes = [state.parts.experts.dtype for state in self.states]
+        if dtypes == [layer.dtype for layer in self.pool.layers]:
             return
         layers = [state.parts.buffer(state.config.slots) for state in self.states]
         self.pool.allocate(layers, next(self._experts[0].parameters()).device)

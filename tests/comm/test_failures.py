@@ -92,7 +92,8 @@ def test_a_dead_peer_is_named_after_one_that_lives() -> None:
     messages.send(torch.ones(ELEMENTS), 1)
     messages.send(torch.ones(ELEMENTS), 2)
     with pytest.raises(TransferError, match=r"waiting to send to rank 2 .* Rank 2 died"):
-        messages.start(), messages.finish()
+        messages.start()
+        messages.finish()
     time.sleep(2)  # until rank 1 has received
 
 
