@@ -88,6 +88,12 @@ struct Device {
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(at), "r"(value) : "memory");
     return before;
   }
+  // Two bf16 numbers in one word, rounded to nearest, ties to even.
+  FSSDP_FN u32 bfloat16s(float low, float high) const {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+  }
   // Not through the read-only cache, because peers write this memory while the kernel runs.
   FSSDP_FN Vector load(const Vector* at) const {
     Vector v;
@@ -137,19 +143,25 @@ struct Wide : Device {
 
 }  // namespace fssdp
 
-// `transfers`: one for each rank on this GPU.
-#define FSSDP_KERNEL(NAME, OP)                                                                                       \
-  extern "C" __global__ void __launch_bounds__(fssdp::Wide::THREADS, 2) NAME(const fssdp::Transfer* transfers) {     \
-    fssdp::Wide th;                                                                                                  \
-    fssdp::transfer<OP>(th, transfers[blockIdx.y]);                                                                  \
+// `transfers`: one for each rank on this GPU. `position`, `away`: see transfer.cuh.
+#define FSSDP_KERNEL(NAME, ...)                                                                       \
+  extern "C" __global__ void __launch_bounds__(fssdp::Wide::THREADS, 2)                               \
+      NAME(const fssdp::Transfer* transfers, unsigned position, unsigned away) {                      \
+    fssdp::Wide th;                                                                                   \
+    fssdp::transfer<__VA_ARGS__>(th, transfers[blockIdx.y], position, away != 0);                     \
   }
 FSSDP_KERNEL(fssdp_gather, fssdp::Gather)
-FSSDP_KERNEL(fssdp_reduce, fssdp::Reduce)
+// Bits of the gradients in slots, and of main gradients.
+FSSDP_KERNEL(fssdp_reduce_32_32, fssdp::Reduce<fssdp::Float32, fssdp::Float32>)
+FSSDP_KERNEL(fssdp_reduce_32_16, fssdp::Reduce<fssdp::Float32, fssdp::Bfloat16>)
+FSSDP_KERNEL(fssdp_reduce_16_32, fssdp::Reduce<fssdp::Bfloat16, fssdp::Float32>)
+FSSDP_KERNEL(fssdp_reduce_16_16, fssdp::Reduce<fssdp::Bfloat16, fssdp::Bfloat16>)
 
 // Launched with one small block.
-extern "C" __global__ void __launch_bounds__(96) fssdp_synchronize(const fssdp::Transfer* transfers) {
+extern "C" __global__ void __launch_bounds__(96)
+    fssdp_synchronize(const fssdp::Transfer* transfers, unsigned position) {
   fssdp::Device th;
-  fssdp::synchronize(th, transfers[blockIdx.y]);
+  fssdp::synchronize(th, transfers[blockIdx.y], position);
 }
 
 // Launched after the gate, with one block.

@@ -10,8 +10,6 @@
 
 namespace fssdp {
 
-typedef long long i64;
-
 // Sizes and topology of the group, constant during training.
 struct Group {
   i32 experts, ranks, per_rank, sources, nodes;

@@ -84,6 +84,7 @@ class Host {
     return value;
   }
   float inverse(float value) const { return 1.0f / value; }
+  u32 bfloat16s(float low, float high) const { return bfloat16(low) | bfloat16(high) << 16; }
   u64 either(u64 bits) const { return bits; }
   template <class Is>
   u64 bits(Is is) const {
@@ -138,6 +139,10 @@ class Host {
   }
 
  private:
+  static u32 bfloat16(float value) {
+    const u32 bits = as_bits(value);
+    return value == value ? (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16 : 0x7fffu;
+  }
   static void stall() {
 #ifdef FSSDP_STALLS
     thread_local std::minstd_rand random((u32)std::hash<std::thread::id>()(std::this_thread::get_id()));
@@ -168,14 +173,14 @@ void launch(Kernel kernel, u32 blocks, u32 threads) {
   for (auto& thread : running) thread.join();
   for (auto* barrier : barriers) delete barrier;
 }
-template <class Op>
-void run(const Transfer& t, u32 blocks, u32 threads) {
+template <class Kind>
+void run(const Transfer& t, u32 position, bool away, u32 blocks, u32 threads) {
   // The barrier before the transfer timed out.
   if (t.failure->failed) return;
-  launch([&t](Host& th) { transfer<Op>(th, t); }, blocks, threads);
+  launch([&](Host& th) { transfer<Kind>(th, t, position, away); }, blocks, threads);
 }
-void run_synchronize(const Transfer& t, u32 threads) {
-  launch([&t](Host& th) { synchronize(th, t); }, 1, threads);
+void run_synchronize(const Transfer& t, u32 position, u32 threads) {
+  launch([&](Host& th) { synchronize(th, t, position); }, 1, threads);
 }
 
 template <class Int>
@@ -196,18 +201,16 @@ bool quotas_of_all(const i32* group, const i32* holders, const i32* loads, i64* 
 }  // namespace fssdp
 
 extern "C" {
-int fssdp_gather(const fssdp::Transfer* t, unsigned blocks, unsigned threads) {
-  fssdp::run<fssdp::Gather>(*t, blocks, threads);
-  return (int)t->failure->failed;
-}
-int fssdp_reduce(const fssdp::Transfer* t, unsigned blocks, unsigned threads) {
-  fssdp::run<fssdp::Reduce>(*t, blocks, threads);
-  return (int)t->failure->failed;
-}
-int fssdp_synchronize(const fssdp::Transfer* t) {
-  fssdp::run_synchronize(*t, 1);
-  return (int)t->failure->failed;
-}
+#define FSSDP_KERNEL(NAME, ...)                                                                               \
+  void NAME(const fssdp::Transfer* t, unsigned position, unsigned away, unsigned blocks, unsigned threads) { \
+    fssdp::run<__VA_ARGS__>(*t, position, away != 0, blocks, threads);                                       \
+  }
+FSSDP_KERNEL(fssdp_gather, fssdp::Gather)
+FSSDP_KERNEL(fssdp_reduce_32_32, fssdp::Reduce<fssdp::Float32, fssdp::Float32>)
+FSSDP_KERNEL(fssdp_reduce_32_16, fssdp::Reduce<fssdp::Float32, fssdp::Bfloat16>)
+FSSDP_KERNEL(fssdp_reduce_16_32, fssdp::Reduce<fssdp::Bfloat16, fssdp::Float32>)
+FSSDP_KERNEL(fssdp_reduce_16_16, fssdp::Reduce<fssdp::Bfloat16, fssdp::Bfloat16>)
+void fssdp_synchronize(const fssdp::Transfer* t, unsigned position) { fssdp::run_synchronize(*t, position, 1); }
 unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }
 
 // Kernels after the gate, each in one thread.

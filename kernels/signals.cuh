@@ -1,27 +1,36 @@
-// Signals between ranks about finished steps. Every rank signals before it waits, and all ranks run
-// the transfers in the same order, so there is no circular wait.
+// Signals between ranks about finished steps. Peers may read in the next step the bytes that this
+// step wrote. To prevent early reads and early overwrites, every rank signals the number of steps
+// that it has finished to each rank of its domain: one counter per pair of ranks, `progress`, which
+// only increases. Every rank signals before it waits, and all ranks run the transfers in the same
+// order, so there is no circular wait.
 #pragma once
 #include "schedule.cuh"
 
 namespace fssdp {
 
-// Signal every peer that this rank has finished `value` - t.begin steps. One block runs this, after
+// Progress of a transfer from step `first` on. `begin`: progress that stands for step 0.
+struct Progress {
+  const Transfer& t;
+  u32 begin, first;
+};
+
+// Signal every rank that this rank has finished the steps before `step`. One block runs this, after
 // all blocks have finished the steps.
 template <class Thread>
-FSSDP_FN void tell(Thread& th, const Transfer& t, u32 value) {
-  for (i32 r = (i32)th.id(); r < t.world; r += (i32)th.count())
-    if (has(t.peers, r)) th.store_release(t.progress_at[r] + t.rank, value);
+FSSDP_FN void tell(Thread& th, const Progress& r, u32 step) {
+  for (i32 peer = (i32)th.id(); peer < r.t.world; peer += (i32)th.count())
+    th.store_release((u32*)((u64)r.t.progress + (u64)r.t.distance[peer]) + r.t.rank, r.begin + step);
 }
 
-// Wait, in one thread, until the progress of `peer` is at least `value`. Counters wrap, so the sign
-// of the difference decides. Return false after the timeout, with a record of the failure.
+// Wait, in one thread, until `peer` has finished the steps before `step`. Counters wrap, so the
+// sign of the difference decides. Return false after the timeout, with a record of the failure.
 template <class Thread>
-FSSDP_FN bool await(Thread& th, const Transfer& t, i32 peer, u32 value) {
+FSSDP_FN bool await(Thread& th, const Progress& r, i32 peer, u32 step) {
   const u64 start = th.clock();
   u32 seen;
-  while ((i32)((seen = th.load_acquire(t.progress + peer)) - value) < 0) {
-    if (th.clock() - start > t.timeout) {
-      th.fail(t.failure, {1u, (u32)t.rank, (u32)peer, value - t.begin, seen - t.begin, t.begin});
+  while ((i32)((seen = th.load_acquire(r.t.progress + peer)) - r.begin - step) < 0) {
+    if (th.clock() - start > r.t.timeout) {
+      th.fail(r.t.failure, {1u, (u32)r.t.rank, (u32)peer, step - r.first, seen - r.begin - r.first, r.begin + r.first});
       return false;
     }
     th.pause();
@@ -29,37 +38,28 @@ FSSDP_FN bool await(Thread& th, const Transfer& t, i32 peer, u32 value) {
   return true;
 }
 
-// Wait until all peers have finished `steps` steps. Each thread polls a different subset of peers.
+// Wait, with the whole block, until all ranks have finished the steps before `step`. Each thread
+// polls a different subset; the block barrier makes the writes that it acquired visible to all.
 template <class Thread>
-FSSDP_FN void await_peers(Thread& th, const Transfer& t, u32 steps) {
-  for (i32 r = (i32)th.id(); r < t.world; r += (i32)th.count())
-    if (has(t.peers, r) && !await(th, t, r, t.begin + steps)) return;
+FSSDP_FN bool await_all(Thread& th, const Progress& r, u32 step) {
+  bool come = true;
+  for (i32 peer = (i32)th.id(); come && peer < r.t.world; peer += (i32)th.count()) come = await(th, r, peer, step);
+  return th.all(come);
 }
 
-// Wait, with the whole block, until the data that `step` reads from `source` is complete. `ready`:
-// ranks that the block has already waited for. The first step needs no wait, because all ranks have
-// passed the barrier.
-template <class Thread>
-FSSDP_FN bool await_source(Thread& th, const Transfer& t, i32 source, u32 step, Ranks& ready) {
-  if (source == LOCAL || step == 0 || has(ready, source)) return true;
-  put(ready, source);
-  // The block barrier makes the writes that thread 0 acquired visible to all threads.
-  return th.all(th.id() != 0 || await(th, t, source, t.begin + step));
-}
-
-// Finish `step` in this block; the last block to finish signals the peers. Its signal covers the
+// Finish `step` in this block; the last block to finish signals the ranks. Its signal covers the
 // writes of all blocks: each block releases its writes to the counter `arrived`, and the last block
 // acquires them there.
 template <class Thread>
-FSSDP_FN void finish(Thread& th, const Transfer& t, u32 step) {
+FSSDP_FN void finish(Thread& th, const Progress& r, u32 step) {
   th.all(true);
   bool last = true;
   if (th.id() == 0) {
-    last = th.add_acq_rel(t.arrived + step, 1u) == th.blocks() - 1;
+    last = th.add_acq_rel(r.t.arrived + step, 1u) == th.blocks() - 1;
     // Reset for the next transfer.
-    if (last) th.store_relaxed(t.arrived + step, 0u);
+    if (last) th.store_relaxed(r.t.arrived + step, 0u);
   }
-  if (th.all(last)) tell(th, t, t.begin + step + 1);
+  if (th.all(last)) tell(th, r, step + 1);
 }
 
 }  // namespace fssdp

@@ -135,9 +135,10 @@ class P2P:
             return
         sends = plan.sends
         elements = slots[0].numel()
-        dtype = slots[0].dtype
+        dtype = torch.promote_types(slots[0].dtype, torch.float32)
         at_once = _arriving(elements, dtype)
-        *staged, total = self._chunks_of_staging(at_once + 1, elements, dtype)
+        *_, total = self._chunks_of_staging(at_once + 1, elements, dtype)
+        staged = self._chunks_of_staging(at_once, elements, slots[0].dtype)
         rounds = 1 + max([(len(sends) - 1) // at_once, *(turn // at_once for turn in plan.turns)])
         last_in_background = rounds - 1 if total.is_cuda else 0
         for index in range(rounds):

@@ -181,7 +181,10 @@ class HomeGradients(Protocol):
     """Destination of the sums of a spRS."""
 
     def main_grads(self, index: int) -> Sequence[Tensor] | None:
-        """Return the fp32 gradients of own expert ``index`` to add its sum to, or ``None``."""
+        """Return the gradients of own expert ``index`` to add its sum to, or ``None``.
+
+        They are all fp32 or all bf16; bf16 gradients are added to in fp32 and rounded once.
+        """
 
     def add(self, index: int, total: Tensor) -> None:
         """Add the sum ``total``, [elements], to the gradient of own expert ``index``.
@@ -261,8 +264,8 @@ class Transport(Protocol):
 
         Args:
             plan: copies of the layer, seen from this rank.
-            slots: gradients of every slot, [elements], in the memory of `allocate`; their content
-                is undefined afterwards.
+            slots: gradients of every slot, [elements], in the memory of `allocate`; fp32, or bf16
+                where fused GEMMs add to bf16.
             homes: destination of the sums.
             label: name of the layer.
         """

@@ -140,7 +140,8 @@ def _compile_cubin(nvrtc: Any, target: str) -> bytes:
     names = [name.encode() for name in HEADERS]
     source = (SOURCES / "device.cu").read_bytes()
     program = call("nvrtcCreateProgram", source, b"device.cu", len(texts), texts, names)
-    options = [f"--gpu-architecture={target}".encode(), b"-std=c++17"]
+    # Lambdas are functions of the device as well.
+    options = [f"--gpu-architecture={target}".encode(), b"-std=c++17", b"-default-device"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if int(status) != 0:
         log = b" " * call("nvrtcGetProgramLogSize", program)

@@ -1,11 +1,10 @@
-"""Run programs (`program`) on a GPU's current stream, or synchronously on the host."""
+"""Launch transfers on a GPU's current stream, or synchronously on the host."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +17,7 @@ LINK_RATES: dict[int, float] = {8: 300e9, 9: 450e9, 10: 900e9}
 MULTIPROCESSORS: dict[int, int] = {8: 108, 9: 132, 10: 148}
 ROUND_TRIP: float = 2.3e-6  # latency of a read from a peer over a busy link, seconds
 # Bytes from peers that a thread block keeps in flight, by kernel: `IN_FLIGHT` in transfer.cuh.
-UNDER_WAY: dict[str, int] = {"fssdp_gather": 64 << 10, "fssdp_reduce": 32 << 10}
+UNDER_WAY: dict[str, int] = {"gather": 64 << 10, "reduce": 32 << 10}
 THREADS: int = 256  # threads of a block: `Wide` in kernels/device.cu
 WARP: int = 32
 FEWEST: int = 8  # least multiprocessors of a supported GPU
@@ -38,7 +37,7 @@ class TransferKernels(Kernels):
         else:
             self.blocks = dict.fromkeys(UNDER_WAY, 1)
 
-    def run(self, name: str, program: np.ndarray, *, ranks: int) -> None:
+    def run(self, name: str, description: Tensor, *, position: int, away: bool, ranks: int) -> None:
         """Run all steps of a transfer by the kernel ``name``, after a barrier with its peers.
 
         A kernel of one small thread block waits for the peers, so that the many blocks of the
@@ -46,45 +45,26 @@ class TransferKernels(Kernels):
 
         Args:
             name: kernel.
-            program: see `program.assemble`.
+            description: memory with the description, see `memory.describe`.
+            position: progress counters since the epoch, the same on all ranks and larger than at
+                the end of the previous transfer.
+            away: whether to run the last step alone, after messages of other domains.
             ranks: number of ranks of the domain.
         """
-        table = torch.empty(len(program), dtype=torch.uint8, device=self._device)
-        self._upload(program, table)
         # One thread per peer.
         threads = -(-ranks // WARP) * WARP
-        self.launch(
-            "fssdp_synchronize", ctypes.c_void_p(table.data_ptr()), blocks=1, threads=threads
-        )
-        self.run_at(name, table)
-
-    def run_at(self, name: str, table: Tensor, *, blocks: int | None = None) -> None:
-        """Run the program in ``table`` by the kernel ``name``; its peers have passed the barrier.
-
-        Args:
-            name: kernel.
-            table: memory with the program.
-            blocks: thread blocks, `blocks` by default.
-        """
+        arguments = ctypes.c_void_p(description.data_ptr()), ctypes.c_uint(position % 2**32)
+        self.launch("fssdp_synchronize", *arguments, blocks=1, threads=threads)
         # Functions of the host build take the numbers of blocks and threads, one of each.
-        extra_arguments = () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))
+        sizes = () if self.on_gpu else (ctypes.c_uint(1), ctypes.c_uint(1))
         self.launch(
             name,
-            ctypes.c_void_p(table.data_ptr()),
-            *extra_arguments,
-            blocks=blocks or self.blocks[name],
+            *arguments,
+            ctypes.c_uint(away),
+            *sizes,
+            blocks=self.blocks[name.partition("_")[2].partition("_")[0]],
             threads=THREADS,
         )
-
-    def _upload(self, data: np.ndarray, table: Tensor) -> None:
-        """Copy a program to ``table``, on the current stream."""
-        if self.on_gpu:
-            # From pinned memory the copy is asynchronous.
-            pinned = torch.empty(len(data), dtype=torch.uint8, pin_memory=True)
-            pinned.numpy()[:] = data
-            table.copy_(pinned, non_blocking=True)
-        else:
-            table.numpy()[:] = data
 
 
 def _blocks_on(device: torch.device) -> dict[str, int]:

@@ -21,19 +21,20 @@ from torch import Tensor
 
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
+from megatron_hecate.nvlink.memory import FAILURE, MAX_RANKS, MAX_STEPS, Signals
 from megatron_hecate.nvlink.peer_memory import (
     COUNTERS,
     allocate_shared,
     allocate_symmetric,
 )
-from megatron_hecate.nvlink.program import FAILURE, MAX_RANKS, MAX_STEPS, Signals
 
 ARRIVED: int = 4 * MAX_RANKS  # offset of the counters of thread blocks, bytes
+EPOCH: int = ARRIVED + 4 * MAX_STEPS  # offset of the u32 from which positions count, bytes
 WATCHED: float = 0.1  # seconds between two checks for a failure on a GPU
 REMEMBERED: int = 1024  # transfers that the message of a failure can describe
 BEYOND: int = 1 << 30  # steps ahead of the counters, more than any transfer in flight waits for
 
-assert ARRIVED + 4 * MAX_STEPS <= COUNTERS
+assert EPOCH + 4 <= COUNTERS
 
 
 class Peers:
@@ -70,9 +71,10 @@ class Peers:
         self.failure_record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
         self._failure = self.failure_record.numpy().view(FAILURE)
         self.signals = Signals(
-            rank=self.ranks[group.rank()],
-            progress_at=dict(zip(self.ranks, bases, strict=True)),
+            rank=group.rank(),
+            progress=bases,
             arrived=bases[group.rank()] + ARRIVED,
+            epoch=bases[group.rank()] + EPOCH,
             failure=self.failure_record.data_ptr(),
             timeout=timeout,
         )
@@ -149,7 +151,7 @@ class Peers:
         assert record is not None
         peer = self.ranks[int(record["peer"])]
         seen_step = int(record["seen"].astype("<i4"))
-        reason = f"rank {self.signals.rank}: a transfer failed: expected rank {{peer}}"
+        reason = f"rank {self.ranks[self.signals.rank]}: a transfer failed: expected rank {{peer}}"
         # A copy, because the training thread may register a transfer meanwhile.
         for begin, text in tuple(self._begun):
             if begin % 2**32 == int(record["begin"]):

@@ -1,19 +1,18 @@
 """The transport ``nvlink``: spAG and spRS by our kernels, over memory shared by peers (`peers`).
 
-The receiver pulls. A home sums its replicas' gradients in one pass, into fp32 main gradients where
-they exist. Between NVLink domains stripes are sent as messages (`domains`).
+The kernels read the plan itself (`tables`): a launch has the same arguments for every plan. The
+receiver pulls. A home sums its replicas' gradients into its main gradients. Between NVLink domains
+stripes are sent as messages (`messages`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,23 +21,21 @@ from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan
-from megatron_hecate.nvlink.chunks import CACHED, SEND, SLOT, STRIPE, Part
-from megatron_hecate.nvlink.domains import (
-    Domains,
-    Messages,
-    Stage,
-    most_stripes,
-    stages_of,
-    stripe_elements,
-)
 from megatron_hecate.nvlink.launch import TransferKernels
+from megatron_hecate.nvlink.memory import (
+    MAX_STEPS,
+    Memory,
+    SharedLayout,
+    describe,
+    description_bytes,
+)
+from megatron_hecate.nvlink.messages import Round, rounds_of
 from megatron_hecate.nvlink.peers import Peers
-from megatron_hecate.nvlink.program import Memory, assemble, compile_programs
-from megatron_hecate.nvlink.schedule import TransferSchedule
+from megatron_hecate.nvlink.resident import Resident
+from megatron_hecate.nvlink.tables import DomainPlan, Domains, most_numbers, most_stripes
 
-# Steps after which one transfer signals between all ranks of the domain: a counter that has fallen
-# behind by half of its range would appear to be ahead.
-REFRESH: int = 1 << 30
+# Bits of the gradients that the kernels sum, and of main gradients that they add to.
+BITS: dict[torch.dtype, int] = {torch.float32: 32, torch.bfloat16: 16}
 
 
 class _Job(NamedTuple):
@@ -47,16 +44,18 @@ class _Job(NamedTuple):
     Args:
         what: "spAG" or "spRS".
         label: name of the layer.
-        homes: tensors of the own experts that are moved, kept: stages read addresses.
-        slots: chunks of the slots.
-        memory: addresses of the memory.
+        kernel: name of the kernel.
+        plan: copies, seen from this rank.
+        memory: addresses of the memory, without the plan's table.
+        num_slots: number of the layer's slots.
     """
 
     what: str
     label: str
-    homes: Mapping[int, Sequence[Tensor]]
-    slots: Sequence[Tensor]
+    kernel: str
+    plan: DomainPlan
     memory: Memory
+    num_slots: int
 
 
 class NVLink:
@@ -84,36 +83,37 @@ class NVLink:
         self.timeout = timeout
         self._domain = domain
         self._domains = tuple(map(tuple, domains))
-        self._domain_sizes = tuple(map(len, self._domains))
+        self._sizes = tuple(map(len, self._domains))
         self._rank = group.rank()
         self._between = P2P(group, timeout=timeout)
-        self._begin = 1  # progress counters of the next transfer; initially the counters are 0
+        # Progress counters of the next transfer; initially the counters are 0.
+        self._begin = 1
         # CPU ranks run transfers one after the other, as on a stream: the end of the last one.
         self._ended: Future[None] = Future()
         self._ended.set_result(None)
         self._peers: Peers | None = None
-        self._sent = torch.empty(0)
-        self._stripes = torch.empty(0)
+        self._shared = torch.empty(0)
+        # What kernels read, by layer: tables and descriptions.
+        self._resident: dict[tuple[str, str, int], Resident] = {}
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
-        """Return the bytes of the send buffer, which peers read, and of the stripe buffers."""
-        return sum(buffer_bytes(layers, self._domain_sizes))
+        """Return the bytes of the buffer that peers read, for the largest layers."""
+        return shared_bytes(layers, self._sizes)
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
-        """Allocate [size] uint8 that peers can read, followed by send buffer and stripe buffers.
+        """Allocate [size] uint8 that peers can read, followed by the transport's own buffer.
 
         Raises:
             RuntimeError: on all ranks, if the memory cannot be allocated on one or not be mapped by
                 its peers.
         """
-        compile_programs()
         # Transfers in flight may use the memory that is freed here.
         futures.wait([self._ended])
         if self._peers is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
         # The old memory is freed before the new memory is allocated.
         self.release()
-        sizes = [LayerBuffer.aligned(size, torch.uint8), *buffer_bytes(layers, self._domain_sizes)]
+        sizes = [LayerBuffer.aligned(size, torch.uint8), shared_bytes(layers, self._sizes)]
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
         self._peers = Peers(
@@ -121,17 +121,16 @@ class NVLink:
         )
         # The counters in the new memory are 0.
         self._begin = 1
-        replicas, self._sent, self._stripes = self._peers.buffers.split(sizes)
+        replicas, self._shared = self._peers.buffers.split(sizes)
         return replicas[:size]
 
     def release(self) -> None:
         self._peers = None
-        self._sent = self._sent.new_empty(0)
-        self._stripes = self._stripes.new_empty(0)
+        self._shared = self._shared.new_empty(0)
+        self._resident.clear()
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
-        self._stages(plan, elements=layer.weights[0], sums=False)
-        self._stages(plan, elements=layer.elements, sums=True)
+        self._seen_from_here(plan)
 
     def fetch(
         self,
@@ -142,48 +141,57 @@ class NVLink:
         label: str,
     ) -> Transfer:
         """Begin a spAG. ``slots`` have the same offsets in the memory of all ranks."""
-        # The kernels read parameters by address, without strides.
-        for index in plan.replicated:
-            if not all(tensor.is_contiguous() for tensor in homes[index]):
+        if not plan.copies:
+            return self._start([], what="spAG", label=label)
+        for index, tensors in enumerate(homes):
+            # The kernels read parameters by address, without strides.
+            if not all(tensor.is_contiguous() for tensor in tensors):
                 raise ValueError(f"{label}: parameters of own expert {index} are not contiguous")
-        stages = self._stages(plan, elements=len(slots[0]), sums=False)
-        own_homes = {index: homes[index] for index in plan.replicated}
-        job = self._job("spAG", label, own_homes, slots)
-        return self._start(self._prepare_runs(stages, job), what="spAG", label=label)
+        size = slots[0].nbytes
+        layout = SharedLayout.of_fetch(len(homes), size, min(self._sizes))
+        send, stripes = layout.chunks(self._shared.data_ptr())
+        memory = Memory(
+            homes=tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in homes),
+            sizes=tuple(tensor.nbytes for tensor in homes[0]),
+            chunks=(send, _places(slots), (0, 0), stripes),
+        )
+        job = _Job("spAG", label, "fssdp_gather", self._seen_from_here(plan), memory, len(slots))
+        runs = self._prepare_runs(job, size=size, layout=layout, dtype=torch.uint8)
+        return self._start(runs, what="spAG", label=label)
 
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
     ) -> Transfer:
         """Begin a spRS. ``slots`` have the same offsets in the memory of all ranks.
 
-        Afterwards ``slots`` may hold parts of sums.
-
         Raises:
-            ValueError: the gradients are not fp32.
+            ValueError: the gradients are neither fp32 nor bf16.
         """
         if not plan.copies:
             return self._start([], what="spRS", label=label)
-        if slots[0].dtype is not torch.float32:
-            raise ValueError(
-                f"{label}: gradients of {slots[0].dtype} cannot be summed by our kernels; use p2p"
-            )
-        main_grads = {index: homes.main_grads(index) for index in plan.replicated}
-        # Sums of experts without main gradients, which `HomeGradients.add` takes at the end.
-        totals = {
-            index: torch.zeros_like(slots[0])
-            for index, grads in main_grads.items()
-            if grads is None
-        }
-        elements = len(slots[0])
-        sizes = [elements]
-        for grads in filter(None, main_grads.values()):
-            sizes = [grad.numel() for grad in grads]
-        targets = {
-            index: grads or totals[index].split(sizes) for index, grads in main_grads.items()
-        }
-        stages = self._stages(plan, elements=elements, sums=True)
-        job = self._job("spRS", label, targets, slots)
-        runs = self._prepare_runs(stages, job)
+        elements, dtype = len(slots[0]), slots[0].dtype
+        if dtype not in BITS:
+            raise ValueError(f"{label}: our kernels cannot sum gradients of {dtype}; use p2p")
+        targets = {index: homes.main_grads(index) for index in plan.replicated}
+        totals: dict[int, Tensor] = {}
+        if not all(targets.values()):
+            # `HomeGradients.add` takes the sums at the end.
+            totals = {index: slots[0].new_zeros(elements, dtype=torch.float32) for index in targets}
+            targets = {index: [total] for index, total in totals.items()}
+        first: Sequence[Tensor] = next(iter(targets.values()), None) or [slots[0]]
+        layout = SharedLayout.of_return(len(slots), elements, min(self._sizes))
+        parts, stripes = layout.chunks(self._shared.data_ptr())
+        rows = [[0] * len(first) for _ in range(1 + max(targets, default=0))]
+        for index, grads in targets.items():
+            rows[index] = [grad.data_ptr() for grad in grads or ()]
+        memory = Memory(
+            homes=tuple(map(tuple, rows)),
+            sizes=tuple(grad.numel() for grad in first),
+            chunks=((0, 0), _places(slots), parts, stripes),
+        )
+        kernel = f"fssdp_reduce_{BITS[dtype]}_{BITS[first[0].dtype]}"
+        job = _Job("spRS", label, kernel, self._seen_from_here(plan), memory, len(slots))
+        runs = self._prepare_runs(job, size=elements, layout=layout, dtype=torch.float32)
 
         def add_totals() -> None:
             for index, total in totals.items():
@@ -226,62 +234,54 @@ class NVLink:
             self._ended = transfer.ended
         return transfer
 
-    def _stages(self, plan: TransferPlan, *, elements: int, sums: bool) -> tuple[Stage, ...]:
-        return _cached_stages(
-            plan.copies, self._rank, domains=self._domains, elements=elements, sums=sums
-        )
-
-    def _job(
-        self, what: str, label: str, homes: Mapping[int, Sequence[Tensor]], slots: Sequence[Tensor]
-    ) -> _Job:
-        """Describe a transfer of ``homes``, the tensors of the own experts that are moved."""
-        slot = slots[0]
-        stride = LayerBuffer.aligned(len(slot), slot.dtype)
-        stripe = LayerBuffer.aligned(stripe_elements(len(slot), self._domain_sizes), slot.dtype)
-        places = {
-            SEND: (self._sent.data_ptr(), stride),
-            SLOT: (slot.data_ptr(), stride),
-            STRIPE: (self._stripes.data_ptr(), stripe),
-        }
-        buffers = tuple(places.get(kind, (0, 0)) for kind in range(1 + STRIPE))
-        return _Job(what, label, homes, slots, Memory.of(homes, buffers, slot.itemsize))
-
-    def _elements(self, part: Part, job: _Job) -> Tensor:
-        """Return the elements of ``part``, which is on this rank."""
-        if part.memory == SLOT:
-            chunk = job.slots[part.index]
-        else:
-            memory = self._sent if part.memory == SEND else self._stripes
-            _, stride = job.memory.buffers[part.memory]
-            chunk = memory[part.index * stride :][:stride].view(job.slots[0].dtype)
-        return chunk[part.begin - part.first : part.end - part.first]
+    def _seen_from_here(self, plan: TransferPlan) -> DomainPlan:
+        return DomainPlan.of(plan.copies, self._rank, self._domains)
 
     def _memory_of_peers(self) -> Peers:
         assert self._peers is not None, "allocate was not called"
         return self._peers
 
-    def _prepare_runs(self, stages: Sequence[Stage], job: _Job) -> list[Callable[[], None]]:
-        """Prepare all stages of a transfer now, and return the functions that run them."""
+    def _prepare_runs(
+        self, job: _Job, *, size: int, layout: SharedLayout, dtype: torch.dtype
+    ) -> list[Callable[[], None]]:
+        """Prepare all stages of a transfer now, and return the functions that run them.
+
+        Args:
+            job: the transfer.
+            size: elements of a chunk, of data type ``dtype``.
+            layout: division of the shared buffer.
+            dtype: data type of stripes.
+        """
         peers = self._memory_of_peers()
         # A kernel that timed out has destroyed the CUDA context: no further launch can succeed.
         if peers.device.type == "cuda" and peers.failure is not None:
             raise TransferError(peers.explain_failure())
-        tag = self._between.next_tag() if len(stages) > 1 else 0
-        return [
-            self._prepare_messages(stage, job, tag=tag)
-            if isinstance(stage, Messages)
-            else self._prepare_kernel(stage, job)
-            for stage in stages
-        ]
+        runs = [self._prepare_kernel(job)]
+        if len(self._domains) > 1:
+            rounds = rounds_of(job.plan, size, sums=job.what == "spRS")
+            tag = self._between.next_tag()
+            runs += [
+                self._prepare_messages(messages, job, tag=tag, layout=layout, dtype=dtype)
+                for messages in rounds
+            ]
+            runs.append(self._prepare_kernel(job, away=True))
+        return runs
 
-    def _prepare_messages(self, stage: Messages, job: _Job, *, tag: int) -> Callable[[], None]:
-        """Prepare a stage of messages between domains, and return the function that runs it."""
+    def _prepare_messages(
+        self, messages: Round, job: _Job, *, tag: int, layout: SharedLayout, dtype: torch.dtype
+    ) -> Callable[[], None]:
+        """Prepare a round of messages between domains, and return the function that runs it."""
+
+        def stripe(buffer: int, size: int) -> Tensor:
+            begin = layout.stripes_begin + buffer * layout.stripe_stride
+            return self._shared[begin : begin + size * dtype.itemsize].view(dtype)
+
         batch = self._between.batch(tag, what=job.what, label=job.label)
-        for messages, post in ((stage.sends, batch.send), (stage.receives, batch.receive)):
-            for part, rank in messages:
-                post(self._elements(part, job), rank)
-        sums = [self._elements(total, job) for _, total in stage.adds]
-        received = [self._elements(source, job) for source, _ in stage.adds]
+        for stripes, post in ((messages.sends, batch.send), (messages.receives, batch.receive)):
+            for buffer, size, peer in stripes:
+                post(stripe(buffer, size), peer)
+        sums = [stripe(into, source.size) for source, into in messages.adds]
+        received = [stripe(source.buffer, source.size) for source, _ in messages.adds]
 
         def run() -> None:
             batch.start()
@@ -291,35 +291,36 @@ class NVLink:
 
         return run
 
-    def _prepare_kernel(self, schedule: TransferSchedule, job: _Job) -> Callable[[], None]:
-        """Prepare a stage inside the domain, and return the function that runs it."""
+    def _prepare_kernel(self, job: _Job, *, away: bool = False) -> Callable[[], None]:
+        """Prepare a stage inside the domain, and return the function that runs it.
+
+        Args:
+            job: the transfer.
+            away: whether the stage is the one after the messages of other domains.
+        """
         peers = self._memory_of_peers()
-        # The next stage begins above the last counter of this one, ``begin`` plus its steps. All
-        # ranks count every stage, also stages without a part for them.
+        # All ranks count every stage of a plan with copies, whichever ranks have them.
         begin = self._begin
-        self._begin += schedule.num_steps + 1
-        if begin // REFRESH != self._begin // REFRESH:
-            schedule = dataclasses.replace(schedule, participants=frozenset(peers.ranks))
-        if self._rank not in schedule.participants:
-            return lambda: None
+        self._begin += MAX_STEPS
         peers.remember(
             begin,
             f"{job.label}: {job.what} failed on rank {self._rank} of {self.group.size()} (timeout "
-            f"{self.timeout:g} s): expected rank {{peer}} to finish {schedule.num_steps} steps",
+            f"{self.timeout:g} s): expected rank {{peer}} to finish its steps",
         )
-        program = assemble(schedule, job.memory, peers.signals, begin=begin)
-        return functools.partial(self._run_kernel, program, peers, job)
+        return functools.partial(self._run_kernel, peers, job, begin, away)
 
-    def _run_kernel(self, program: np.ndarray, peers: Peers, job: _Job) -> None:
+    def _run_kernel(self, peers: Peers, job: _Job, begin: int, away: bool) -> None:
         """Run a stage on the current stream, or on the host.
 
         Raises:
             TransferError: a peer died or did not answer in time, in this or an earlier transfer.
         """
-        name = "fssdp_reduce" if job.what == "spRS" else "fssdp_gather"
         if peers.failure is None:
+            description = self._write(peers, job)
             try:
-                self._kernels.run(name, program, ranks=len(peers.ranks))
+                self._kernels.run(
+                    job.kernel, description, position=begin, away=away, ranks=len(peers.ranks)
+                )
             except RuntimeError:
                 # The barrier of the peers timed out, which ends the CUDA context.
                 if peers.failure is None:
@@ -329,27 +330,46 @@ class NVLink:
             peers.look_for_failure()
             raise TransferError(peers.explain_failure())
 
+    def _write(self, peers: Peers, job: _Job) -> Tensor:
+        """Write the plan's table and the description of the transfer where they have changed.
 
-# All microbatches of a plan have the same stages.
-_cached_stages = functools.lru_cache(maxsize=CACHED)(stages_of)
+        Returns:
+            The description, on the device.
+        """
+        # Of any plan of the layer: a group has at most as many copies as slots.
+        size = 4 * most_numbers(self.group.size(), job.num_slots)
+        table = self._resident_of(job, "table", size)
+        table.write(job.plan, lambda: job.plan.table)
+        memory = job.memory._replace(table=table.address)
+        description = self._resident_of(job, job.what, description_bytes(memory))
+        description.write(memory, lambda: describe(memory, peers.signals, description.address))
+        return description.memory
+
+    def _resident_of(self, job: _Job, what: str, size: int) -> Resident:
+        key = job.label, what, size
+        if key not in self._resident:
+            self._resident[key] = Resident(size, self._memory_of_peers().device)
+        return self._resident[key]
 
 
-def buffer_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> tuple[int, int]:
-    """Return the bytes of the send buffer and of all stripe buffers, for the largest layers.
+def _places(chunks: Sequence[Tensor]) -> tuple[int, int]:
+    """Return the address of the first chunk, and bytes from chunk to chunk."""
+    first = chunks[0]
+    return first.data_ptr(), LayerBuffer.aligned(len(first), first.dtype)
+
+
+def shared_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> int:
+    """Return the bytes of the buffer that peers read, for the largest layers.
 
     Args:
         layers: sizes of the layers.
         domains: number of ranks of each NVLink domain.
     """
-    if not any(layer.slots for layer in layers):
-        return 0, 0
-    send_bytes = max(layer.homes * LayerBuffer.aligned(*layer.weights) for layer in layers)
-    stripes = 0
+    size = 0
     for layer in layers:
-        in_fetch, in_return = most_stripes(layer, domains)
-        elements, dtype = layer.weights
-        fetch_bytes = LayerBuffer.aligned(stripe_elements(elements, domains), dtype)
-        elements, dtype = layer.elements, layer.grad_dtype
-        return_bytes = LayerBuffer.aligned(stripe_elements(elements, domains), dtype)
-        stripes = max(stripes, in_fetch * fetch_bytes, in_return * return_bytes)
-    return send_bytes, stripes
+        if layer.slots:
+            in_fetch, in_return = most_stripes(layer, domains)
+            fetch = SharedLayout.of_fetch(layer.homes, layer.chunk_bytes, min(domains))
+            back = SharedLayout.of_return(layer.slots, layer.elements, min(domains))
+            size = max(size, fetch.size(in_fetch), back.size(in_return))
+    return size

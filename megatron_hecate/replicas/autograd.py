@@ -161,8 +161,8 @@ class PendingGradients:
         if False in self._trained(index):
             return None
         grads = [getattr(p, "main_grad", None) for p in self.homes[index]]
-        fp32 = all(t is not None and t.dtype is torch.float32 and t.is_contiguous() for t in grads)
-        return grads if fp32 else None
+        dtypes = {None if t is None or not t.is_contiguous() else t.dtype for t in grads}
+        return grads if dtypes in ({torch.float32}, {torch.bfloat16}) else None
 
     def add(self, index: int, total: Tensor) -> None:
         """Add a home's sum to ``main_grad`` where it exists; else keep it for autograd.

@@ -354,17 +354,9 @@ class Replicas:
     def _return_gradients(self, pending: PendingGradients) -> None:
         self._become(ReplicaState.RETURNING)
         buffer = self._grad_buffer
-        sizes = self.slots.sizes
-        chunks = buffer.chunks(sizes.slots, sizes.elements, sizes.grad_dtype)
-        transfers = self.transfers
-        summed = self._grads()
-        if summed[0].dtype is not chunks[0].dtype:
-            # bf16 sums grow to fp32 in the same memory: convert the last slot first.
-            for slot in reversed(transfers.slots):
-                chunks[slot].copy_(summed[slot].clone())
-        pending.expect(transfers.replicated, buffer)
+        pending.expect(self.transfers.replicated, buffer)
         buffer.transfer = self.slots.pool.transport.return_gradients(
-            transfers, chunks, pending, label=self.label
+            self.transfers, self._grads(), pending, label=self.label
         )
         buffer.abandon = pending.abandon
 

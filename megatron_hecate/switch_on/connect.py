@@ -24,9 +24,9 @@ from megatron_hecate.comm.transport import Transport
 from megatron_hecate.config import AUTO
 from megatron_hecate.faults.rendezvous import Question
 from megatron_hecate.nvlink.launch import TransferKernels
+from megatron_hecate.nvlink.memory import MAX_RANKS
 from megatron_hecate.nvlink.peer_memory import symmetric_problem
 from megatron_hecate.nvlink.peers import nvlink_domain
-from megatron_hecate.nvlink.program import MAX_RANKS
 from megatron_hecate.nvlink.selftest import self_test
 from megatron_hecate.nvlink.transport import NVLink
 

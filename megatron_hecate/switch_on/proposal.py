@@ -21,7 +21,6 @@ from megatron_hecate.device.launch import Kernels
 from megatron_hecate.homes.converters import find_unknown_libraries
 from megatron_hecate.homes.planner import compile_home_planner
 from megatron_hecate.megatron import assumptions, foreign_code, training_state
-from megatron_hecate.nvlink.program import compile_programs
 from megatron_hecate.plan import H100, Speeds, compile_planner
 from megatron_hecate.record.observe import read_speeds
 from megatron_hecate.replicas.buffers import LIFETIMES
@@ -71,9 +70,6 @@ class Proposal:
         connection = connect(
             config.transport, ranks, problems, timeout=config.timeout, nccl_ctas=config.nccl_ctas
         )
-        if connection.name == "nvlink" and config.slots:
-            with collect(problems, "transfers cannot be compiled"):
-                compile_programs(_notice)
         return cls(model, config, parts, speeds, connection, problems)
 
     def agree(self) -> tuple[HecateConfig, list[Note]]:

@@ -323,14 +323,12 @@ def _check_planner() -> bool:
         print(f"planner: numba cannot be imported ({error}); nothing is planned without it")
         return False
     from megatron_hecate.homes.planner import compile_home_planner
-    from megatron_hecate.nvlink.program import compile_programs
     from megatron_hecate.plan import compile_planner
 
     with warnings.catch_warnings(record=True) as problems:
         warnings.simplefilter("always")
         compile_planner(lambda: print("planner: compiling, for less than a minute", flush=True))
         compile_home_planner()
-        compile_programs()
     print(f"planner: numba {numba.__version__}, compiled")
     for line in [problem.message for problem in problems] or [f"kept in {code_cache.folder()}"]:
         print(f"planner: {line}")

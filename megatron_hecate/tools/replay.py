@@ -16,7 +16,7 @@ import torch
 
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer
-from megatron_hecate.nvlink.transport import buffer_bytes
+from megatron_hecate.nvlink.transport import shared_bytes
 from megatron_hecate.plan import LayerShape, Placement, plan_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.replicas.memory_estimate import ExpertMemory
@@ -223,7 +223,7 @@ class Replay:
             transport_bytes = P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer])
         else:
             node_sizes = tuple(Counter(settings.world.node).values())
-            transport_bytes = sum(buffer_bytes([buffer], node_sizes))
+            transport_bytes = shared_bytes([buffer], node_sizes)
         layers = [buffer] * len(self.model.stages[0])
         memory = ExpertMemory.estimate(layers, setup.lifetime, transport_bytes=transport_bytes)
         return dataclasses.replace(memory, optimizer=memory.optimizer // settings.optimizer_shards)
