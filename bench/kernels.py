@@ -3,9 +3,9 @@
     python bench/kernels.py [--parts rates,overlap]
 
 One GPU has no NVLink to itself: source and destination are both in its own memory. The table thus
-shows the kernels' limits without a link, for every number of thread blocks. A copy reads and writes
-a chunk; a sum of 3 gradients reads 3 gradients and the total, and writes the total. *Payload* is
-the data that would cross the link: the chunk, or the gradients.
+shows the kernels' limits without a link, for every number of thread blocks. A spAG reads and writes
+a chunk; a spRS reads a gradient and its total, and writes the total, both fp32 or both bf16.
+*Payload* is the data that would cross the link: the chunk, or the gradient.
 
 There are two verdicts. With the thread blocks of a transfer on an H100 (16 for copies, 32 for
 sums), the payload must reach the bandwidth of NVLink 4 in one direction, 450 GB/s. With 132 blocks,
@@ -31,7 +31,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -40,10 +39,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 from gpu_clock import Clock, Time, name_of, sets_beyond_cache  # noqa: E402
 from rows import Table  # noqa: E402
 
-from megatron_hecate.nvlink.chunks import HOME, SLOT  # noqa: E402
-from megatron_hecate.nvlink.launch import LINK_RATES, TransferKernels  # noqa: E402
-from megatron_hecate.nvlink.program import FAILURE, Memory, Signals, assemble  # noqa: E402
-from megatron_hecate.nvlink.schedule import PULL, TransferSchedule  # noqa: E402
+from megatron_hecate.comm.transport import Copy  # noqa: E402
+from megatron_hecate.nvlink.launch import LINK_RATES, THREADS, TransferKernels  # noqa: E402
+from megatron_hecate.nvlink.memory import FAILURE, Memory, Signals, describe  # noqa: E402
+from megatron_hecate.nvlink.tables import DomainPlan  # noqa: E402
 
 EXPERTS = {
     "Mixtral-8x7B": 3 * 4096 * 14336,
@@ -52,22 +51,25 @@ EXPERTS = {
 }
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 132)
 # thread blocks of a transfer on an H100
-OURS = {"spAG": 16, "spRS": 32}
-# gradients in a sum
-SOURCES: int = 3
+OURS = {"spAG": 16, "spRS": 32, "spRS bf16": 32}
+KERNELS = {
+    "spAG": "fssdp_gather",
+    "spRS": "fssdp_reduce_32_32",
+    "spRS bf16": "fssdp_reduce_16_16",
+}
 # bytes per second in one direction of NVLink 4 (H100 datasheet)
 NVLINK: float = LINK_RATES[9]
 # required share of the own copy's rate, with one block per multiprocessor
-SHARES = {"spAG": 0.90, "spRS": 0.85}
-ITEMSIZE = {"spAG": 2, "spRS": 4}
+SHARES = {"spAG": 0.90, "spRS": 0.85, "spRS bf16": 0.85}
+ITEMSIZE = {"spAG": 2, "spRS": 4, "spRS bf16": 2}
 GEMM: int = 8192
 
 
 class Bench:
-    """Transfer programs of one rank without peers, so that no program waits.
+    """Transfers of one rank without peers, so that none waits.
 
     Args:
-        device: device of buffers and programs.
+        device: device of the buffers.
         elements: elements of a chunk.
         sets: sets of buffers, which launches use in turn.
     """
@@ -80,61 +82,62 @@ class Bench:
         # Kernels report a failure in host memory, so it is pinned on a GPU.
         pinned = device.type == "cuda"
         self.failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=pinned)
-        self.weights = torch.randn(sets, 2, elements, device=device, dtype=torch.bfloat16)
-        self.grads = torch.randn(sets, SOURCES, elements, device=device)
-        self.main_grad = torch.zeros(sets, elements, device=device)
+        # Of each set: source and destination, of 4 bytes per element at most.
+        self.buffers = torch.randn(sets, 2, elements, device=device)
+        # The home sends the chunk, and collects its gradient, to itself.
+        table = DomainPlan((Copy(0, 0, 0, 0),), 0, ((0,),)).table
+        # Of a spAG the first step alone: into the send buffer.
+        packing = DomainPlan((Copy(0, 0, 1, 0),), 0, ((0, 1),)).table
+        self.tables = [torch.from_numpy(numbers).to(device) for numbers in (packing, table)]
+        self.position = 1
 
     def launches(self, transfer: str) -> list[Callable[[int], None]]:
         """Build launchers of ``transfer`` per set of buffers; argument: blocks."""
-        return [self._launch(transfer, number) for number in range(len(self.weights))]
+        return [self._launch(transfer, number) for number in range(len(self.buffers))]
 
     def _launch(self, transfer: str, number: int) -> Callable[[int], None]:
         """Build the launcher of ``transfer`` on one set of buffers."""
-        data = torch.from_numpy(self._program(transfer, number))
-        at = data.to(self.device)
-        name = "fssdp_gather" if transfer == "spAG" else "fssdp_reduce"
-        host = None
-        if self.device.type == "cpu":
-            host = functools.partial(self.kernels.function(name), ctypes.c_void_p(at.data_ptr()))
+        description = self._describe(transfer, number)
 
         def launch(blocks: int) -> None:
-            if host is not None:
-                host(blocks, 1)
+            arguments = (
+                ctypes.c_void_p(description.data_ptr()),
+                ctypes.c_uint(self.position),
+                ctypes.c_uint(0),
+            )
+            if self.device.type == "cpu":
+                self.kernels.function(KERNELS[transfer])(*arguments, blocks, 1)
             else:
-                self.kernels.run_at(name, at, blocks=blocks)
+                self.kernels.launch(KERNELS[transfer], *arguments, blocks=blocks, threads=THREADS)
 
         return launch
 
-    def _program(self, transfer: str, number: int) -> np.ndarray:
-        """Build the program of ``transfer``; source and destination are in this rank's memory."""
-        is_sum = transfer != "spAG"
-        rows = np.zeros(SOURCES if is_sum else 1, PULL)
-        rows["end"] = self.elements
-        rows["memory"] = SLOT
-        rows["index"] = range(len(rows))
-        rows["more"] = rows["index"] > 0
-        rows["into_memory"] = HOME if is_sum else SLOT
-        rows["into_index"] = 0 if is_sum else 1
-        slots = self.grads if is_sum else self.weights
-        buffers = ((0, 0), (0, 0), (slots[number].data_ptr(), slots[number, 0].nbytes))
-        homes = ((self.main_grad[number].data_ptr(),),)
-        memory = Memory(buffers, homes, (self.elements,), ITEMSIZE[transfer])
+    def _describe(self, transfer: str, number: int) -> torch.Tensor:
+        """Describe ``transfer``; source and destination are in this rank's memory."""
+        itemsize = ITEMSIZE[transfer]
+        source, into = (buffer.data_ptr() for buffer in self.buffers[number])
+        nothing = 0, 0
+        if transfer == "spAG":
+            size, table, home, chunks = self.elements * itemsize, 0, source, [(into, 0)]
+        else:
+            size, table, home, chunks = self.elements, 1, into, [nothing, (source, 0)]
+        chunks += [nothing] * (4 - len(chunks))
+        memory = Memory(((home,),), (size,), tuple(chunks), self.tables[table].data_ptr())
         words = self.words.data_ptr()
-        signals = Signals(0, {0: words}, words + 64, self.failure.data_ptr(), timeout=10.0)
-        schedule = TransferSchedule(rows, num_steps=1, participants=frozenset({0}))
-        return assemble(schedule, memory, signals, begin=1)
+        signals = Signals(0, [words], words + 64, words + 128, self.failure.data_ptr(), timeout=10)
+        description = torch.zeros(2048, dtype=torch.uint8, device=self.device)
+        data = torch.from_numpy(describe(memory, signals, description.data_ptr()))
+        description[: len(data)] = data.to(self.device)
+        return description
 
     def moved(self, transfer: str) -> int:
         """Compute the bytes read and written by ``transfer``."""
-        if transfer == "spAG":
-            return self.elements * 2 * ITEMSIZE[transfer]
-        # Plus the fp32 total, read and written.
-        return self.elements * (SOURCES * ITEMSIZE[transfer] + 8)
+        # Of a spRS the total is read and written.
+        return self.elements * ITEMSIZE[transfer] * (2 if transfer == "spAG" else 3)
 
     def payload(self, transfer: str) -> int:
         """Compute the bytes of ``transfer`` that would cross the link."""
-        sources = 1 if transfer == "spAG" else SOURCES
-        return self.elements * ITEMSIZE[transfer] * sources
+        return self.elements * ITEMSIZE[transfer]
 
 
 def own_copy(size: int, clock: Clock) -> float:
@@ -243,7 +246,7 @@ def overlap(clock: Clock, *, tiny: bool) -> None:
     for _ in range(warm_up):
         clock.time(gemms)
     all_lasted = True
-    for transfer in ("spAG", "spRS"):
+    for transfer in KERNELS:
         launches = bench.launches(transfer)
         for blocks in COUNTS:
             run = functools.partial(launches[0], blocks)

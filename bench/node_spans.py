@@ -40,7 +40,7 @@ KERNELS: tuple[tuple[str, str], ...] = (
     # kernels/device.cu
     (ROUTING, r"^fssdp_(count|quotas|reroute)"),
     (FETCH, r"^fssdp_gather\b"),
-    (RETURN, r"^fssdp_reduce\b"),
+    (RETURN, r"^fssdp_reduce_"),
     (EITHER, r"^fssdp_synchronize\b"),
     # NCCL: the parameters of the call say which, see `_collective`
     (OTHER_COLLECTIVES, r"^nccl"),

@@ -202,15 +202,19 @@ bool quotas_of_all(const i32* group, const i32* holders, const i32* loads, i64* 
 
 extern "C" {
 #define FSSDP_KERNEL(NAME, ...)                                                                               \
-  void NAME(const fssdp::Transfer* t, unsigned position, unsigned away, unsigned blocks, unsigned threads) { \
+  int NAME(const fssdp::Transfer* t, unsigned position, unsigned away, unsigned blocks, unsigned threads) {  \
     fssdp::run<__VA_ARGS__>(*t, position, away != 0, blocks, threads);                                       \
+    return (int)t->failure->failed;                                                                          \
   }
 FSSDP_KERNEL(fssdp_gather, fssdp::Gather)
 FSSDP_KERNEL(fssdp_reduce_32_32, fssdp::Reduce<fssdp::Float32, fssdp::Float32>)
 FSSDP_KERNEL(fssdp_reduce_32_16, fssdp::Reduce<fssdp::Float32, fssdp::Bfloat16>)
 FSSDP_KERNEL(fssdp_reduce_16_32, fssdp::Reduce<fssdp::Bfloat16, fssdp::Float32>)
 FSSDP_KERNEL(fssdp_reduce_16_16, fssdp::Reduce<fssdp::Bfloat16, fssdp::Bfloat16>)
-void fssdp_synchronize(const fssdp::Transfer* t, unsigned position) { fssdp::run_synchronize(*t, position, 1); }
+int fssdp_synchronize(const fssdp::Transfer* t, unsigned position) {
+  fssdp::run_synchronize(*t, position, 1);
+  return (int)t->failure->failed;
+}
 unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }
 
 // Kernels after the gate, each in one thread.

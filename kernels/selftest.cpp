@@ -8,8 +8,8 @@
 // A script is u64 words. The header is: ranks, bytes of memory per rank, blocks, threads, initial
 // value of the progress counters, which are at the beginning of each rank's memory. For each rank
 // follow the number of its words and its operations. An operation is a code, an address, a number
-// of bytes, and the bytes. In a script the memory of rank r begins at (r + 1) << 40; this program
-// relocates the addresses.
+// of bytes, and the bytes; the code of a transfer has its position in the upper half. In a script
+// the memory of rank r begins at (r + 1) << 40; this program relocates the addresses.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -21,9 +21,9 @@ namespace {
 
 using namespace fssdp;
 
-// WRITE writes the bytes; CHECK compares them with memory. In the others the bytes are the program
-// of a transfer.
-enum Operation : u64 { WRITE, CHECK, GATHER, REDUCE };
+// WRITE writes the bytes; CHECK compares them with memory. In the others the bytes are the
+// description of a transfer.
+enum Operation : u32 { WRITE, CHECK, GATHER, REDUCE_32_32, REDUCE_32_16, REDUCE_16_32, REDUCE_16_16 };
 
 std::vector<char*> memory;
 
@@ -35,27 +35,33 @@ void relocate(T*& address) {
   address = (T*)at((u64)address);
 }
 
-const Transfer& load(u64 address, const void* program, u64 size) {
+const Transfer& load(u64 address, const void* description, u64 size) {
   Transfer& t = *(Transfer*)at(address);
-  std::memcpy(&t, program, size);
+  std::memcpy(&t, description, size);
+  for (i32 r = 0; r < t.world; ++r) t.distance[r] = memory[r] - memory[t.rank];
   relocate(t.progress);
-  for (i32 r = 0; r < t.world; ++r) relocate(t.progress_at[r]);
   relocate(t.arrived);
   relocate(t.failure);
-  for (u32 s = 0; s < t.num_steps; ++s) {
-    Item* items = (Item*)items_of(t, s);
-    Source* sources = (Source*)sources_of(t, s);
-    for (u32 i = 0; i < t.steps[s].count; ++i) {
-      relocate(items[i].dst);
-      for (u32 k = 0; k < items[i].sources; ++k) relocate(sources[items[i].first_source + k].src);
-    }
-  }
+  relocate(t.epoch);
+  relocate(t.table);
+  relocate(t.homes);
+  relocate(t.ends);
+  for (Chunks* chunks : {&t.send, &t.slots, &t.parts}) relocate(chunks->first);
+  for (u64* home = (u64*)t.homes; (void*)home < (void*)t.ends; ++home) relocate(*home);
   return t;
+}
+
+void reduce(u32 op, const Transfer& t, u32 position, u32 blocks, u32 threads) {
+  if (op == REDUCE_32_32) run<Reduce<Float32, Float32>>(t, position, false, blocks, threads);
+  if (op == REDUCE_32_16) run<Reduce<Float32, Bfloat16>>(t, position, false, blocks, threads);
+  if (op == REDUCE_16_32) run<Reduce<Bfloat16, Float32>>(t, position, false, blocks, threads);
+  if (op == REDUCE_16_16) run<Reduce<Bfloat16, Bfloat16>>(t, position, false, blocks, threads);
 }
 
 void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads) {
   for (size_t i = 0; i < script.size();) {
-    const u64 op = script[i], address = script[i + 1], size = script[i + 2];
+    const u32 op = (u32)script[i], position = (u32)(script[i] >> 32);
+    const u64 address = script[i + 1], size = script[i + 2];
     const char* bytes = (const char*)&script[i + 3];
     i += 3 + (size + 7) / 8;
     if (op == WRITE) {
@@ -68,8 +74,8 @@ void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads
         }
     } else {
       const Transfer& t = load(address, bytes, size);
-      run_synchronize(t, threads);
-      op == REDUCE ? run<Reduce>(t, blocks, threads) : run<Gather>(t, blocks, threads);
+      run_synchronize(t, position, threads);
+      op == GATHER ? run<Gather>(t, position, false, blocks, threads) : reduce(op, t, position, blocks, threads);
       if (t.failure->failed) {
         const Failure& f = *t.failure;
         std::printf("FAIL rank %u waits for rank %u: expected step %u, seen %d\n", f.rank, f.peer, f.expected, (int)f.seen);

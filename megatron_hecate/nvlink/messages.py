@@ -70,35 +70,34 @@ def rounds_of(plan: DomainPlan, size: int, *, sums: bool) -> tuple[Round, ...]:
 
 def _fetch(plan: DomainPlan, size: int) -> Round:
     sends, receives = [], []
-    for chunk in plan.chunks:
+    for buffer, chunk in enumerate(plan.crossing):
         if chunk.home_domain != plan.own_domain:
-            receives.append(Stripe(chunk.stripe, size, _carrier(plan, chunk.home_domain)))
+            receives.append(Stripe(buffer, size, _carrier(plan, chunk.home_domain)))
             continue
         for domain in chunk.others:
-            sends.append(Stripe(chunk.stripe, size, _carrier(plan, domain)))
+            sends.append(Stripe(buffer, size, _carrier(plan, domain)))
     return Round(tuple(sends), tuple(receives))
 
 
 def _rounds_of_return(plan: DomainPlan, size: int) -> Iterator[Round]:
     num_domains = len(plan.domains)
-    num_stripes = sum(chunk.stripe >= 0 for chunk in plan.chunks)
-    # Chunks with a sum: without a replica in this domain the first received stripe is the sum.
-    begun = {chunk for chunk in plan.chunks if chunk.copies}
+    # Without a replica in this domain the first received stripe is the sum.
+    has_sum = [chunk.is_received for chunk in plan.crossing]
     for turn in range(1, num_domains):
         source = (plan.own_domain + turn) % num_domains
         target = (plan.own_domain - turn) % num_domains
         sends, receives, adds = [], [], []
-        for chunk in plan.chunks:
+        for number, chunk in enumerate(plan.crossing):
             if chunk.home_domain == target:
-                sends.append(Stripe(chunk.stripe, size, _carrier(plan, target)))
+                sends.append(Stripe(number, size, _carrier(plan, target)))
             elif chunk.home_domain == plan.own_domain and source in chunk.others:
                 # A round reuses the further buffers of the previous round.
-                buffer = num_stripes + len(adds) if chunk in begun else chunk.stripe
+                buffer = len(plan.crossing) + len(adds) if has_sum[number] else number
                 stripe = Stripe(buffer, size, _carrier(plan, source))
                 receives.append(stripe)
-                if chunk in begun:
-                    adds.append((stripe, chunk.stripe))
-                begun.add(chunk)
+                if has_sum[number]:
+                    adds.append((stripe, number))
+                has_sum[number] = True
         yield Round(tuple(sends), tuple(receives), tuple(adds))
 
 

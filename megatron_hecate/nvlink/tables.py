@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -25,25 +25,18 @@ Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunk:
-    """A chunk that concerns one domain.
+class Crossing:
+    """A chunk that crosses between this rank's domain and others.
 
     Args:
-        home: rank of the FSSDP group that owns the expert.
-        index: number of the expert among the home's own experts.
-        copies: copies in the domain, in order of rank.
         home_domain: number of the home's domain.
         others: numbers of the further domains with copies, without the home's domain.
-        stripe: number of the stripe buffers of the carriers if the chunk crosses to another domain
-            or comes from there, else -1.
+        is_received: True if this rank's domain has copies.
     """
 
-    home: int
-    index: int
-    copies: tuple[Copy, ...]
     home_domain: int
     others: tuple[int, ...]
-    stripe: int
+    is_received: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,51 +78,57 @@ class DomainPlan:
         return self.domains[self.own_domain].index(self.rank)
 
     @cached_property
-    def chunks(self) -> tuple[Chunk, ...]:
-        """The chunks with a home or a copy in this rank's domain, by home and index."""
-        domain_of = {rank: i for i, domain in enumerate(self.domains) for rank in domain}
-        by_chunk: dict[tuple[int, int], list[Copy]] = {}
-        for copy in self.copies:
-            by_chunk.setdefault((copy.home, copy.index), []).append(copy)
-        return tuple(self._chunks(by_chunk, domain_of))
+    def _copies(self) -> _CopyTable:
+        return _CopyTable.of(self.copies, self.domains, self.own_domain)
 
-    def _chunks(
-        self, by_chunk: dict[tuple[int, int], list[Copy]], domain_of: dict[int, int]
-    ) -> Iterator[Chunk]:
-        num_stripes = 0
-        for (home, index), copies in sorted(by_chunk.items()):
-            here = sorted(copy for copy in copies if domain_of[copy.rank] == self.own_domain)
-            home_domain = domain_of[home]
-            others = sorted({domain_of[copy.rank] for copy in copies} - {home_domain})
-            crosses = bool(others if home_domain == self.own_domain else here)
-            if here or crosses:
-                stripe = num_stripes if crosses else -1
-                yield Chunk(home, index, tuple(here), home_domain, tuple(others), stripe)
-                num_stripes += crosses
+    @cached_property
+    def crossing(self) -> tuple[Crossing, ...]:
+        """The chunks that cross between domains, in the order of their stripes."""
+        copies = self._copies
+        chunks = []
+        for number in np.flatnonzero(copies.crosses):
+            rows = copies.chunk == number
+            home_domain = int(copies.domain_of[copies.home[rows][0]])
+            domains = np.unique(copies.domain_of[copies.rank[rows]]).tolist()
+            others = tuple(domain for domain in domains if domain != home_domain)
+            chunks.append(Crossing(home_domain, others, self.own_domain in domains))
+        return tuple(chunks)
 
     @cached_property
     def table(self) -> np.ndarray:
         """The table of the kernels, int32: sizes, then the arrays of a ``Table``."""
-        place = {rank: i for i, rank in enumerate(self.domains[self.own_domain])}
-        chunks, receivers, filled, homes, crossing = [], list[tuple[int, int]](), [], [], []
-        for number, chunk in enumerate(self.chunks):
-            home = place.get(chunk.home, -1)
-            count = len(chunk.copies)
-            chunks.append((home, chunk.index, chunk.stripe, len(receivers), count))
-            for position, copy in enumerate(chunk.copies):
-                if copy.rank == self.rank:
-                    # Every rank begins with the home after it.
-                    turn = (home - self.position) % len(place)
-                    filled.append((turn, copy.slot, number, position))
-                receivers.append((place[copy.rank], copy.slot))
-            if chunk.home == self.rank:
-                homes.append(number)
-            if chunk.stripe >= 0:
-                crossing.append(number)
-        lists = (chunks, receivers, [row[1:] for row in sorted(filled)])
-        sizes = [*map(len, lists), len(homes), len(crossing), self.num_carriers]
-        rows = chain.from_iterable(chain.from_iterable(lists))
-        return np.array([*sizes, *rows, *homes, *crossing], np.int32)
+        copies = self._copies
+        domain = self.domains[self.own_domain]
+        place = np.full(len(copies.domain_of), -1)
+        place[list(domain)] = np.arange(len(domain))
+        # The chunks with a home or a copy in the domain, and their numbers among them.
+        (concerned,) = np.nonzero((place[copies.homes] >= 0) | (copies.counts > 0))
+        number = np.zeros(len(copies.homes), np.int64)
+        number[concerned] = np.arange(len(concerned))
+        counts = copies.counts[concerned]
+        first = np.cumsum(counts) - counts
+        homes = place[copies.homes[concerned]]
+        crosses = copies.crosses[concerned]
+        stripe = np.where(crosses, np.cumsum(crosses) - 1, -1)
+        chunks = np.stack((homes, copies.indices[concerned], stripe, first, counts), axis=1)
+        # The copies in the domain.
+        rows = copies.is_here
+        rank, slot, chunk = copies.rank[rows], copies.slot[rows], number[copies.chunk[rows]]
+        (filled,) = np.nonzero(rank == self.rank)
+        # Every rank begins with the home after it.
+        turn = (homes[chunk[filled]] - place[self.rank]) % len(domain)
+        filled = filled[np.argsort(turn, kind="stable")]
+        position = filled - first[chunk[filled]]
+        (own_chunks,) = np.nonzero(homes == place[self.rank])
+        arrays = (
+            chunks,
+            np.stack((place[rank], slot), axis=1),
+            np.stack((slot[filled], chunk[filled], position), axis=1),
+            own_chunks,
+            np.flatnonzero(crosses),
+        )
+        sizes = [*map(len, arrays), self.num_carriers]
+        return np.concatenate([sizes, *map(np.ravel, arrays)]).astype(np.int32)
 
     def part(self, number: int, size: int) -> tuple[int, int]:
         """Return [begin, end) of rank ``number``'s stripe of a chunk; empty without one."""
@@ -137,6 +136,51 @@ class DomainPlan:
             min(size, _grains(size) * n // self.num_carriers * GRAIN) for n in (number, number + 1)
         )
         return begin, end
+
+
+class _CopyTable(NamedTuple):
+    """All copies of a plan as arrays, seen from one domain. N copies of C chunks, R ranks.
+
+    Args:
+        home, rank, slot: of each copy, by chunk, then rank, [N].
+        chunk: number of each copy's chunk, [N].
+        is_here: whether each copy is in the domain, [N].
+        homes, indices: of each chunk, [C].
+        counts: copies of each chunk in the domain, [C].
+        crosses: whether each chunk crosses between the domain and others, [C].
+        domain_of: number of each rank's domain, [R].
+    """
+
+    home: np.ndarray
+    rank: np.ndarray
+    slot: np.ndarray
+    chunk: np.ndarray
+    is_here: np.ndarray
+    homes: np.ndarray
+    indices: np.ndarray
+    counts: np.ndarray
+    crosses: np.ndarray
+    domain_of: np.ndarray
+
+    @classmethod
+    def of(cls, copies: Sequence[Copy], domains: Domains, own_domain: int) -> _CopyTable:
+        """Sort ``copies`` and find the chunks that cross."""
+        domain_of = np.empty(sum(map(len, domains)), np.int64)
+        for number, domain in enumerate(domains):
+            domain_of[list(domain)] = number
+        rows = np.array(copies, np.int64).reshape(-1, len(Copy._fields))
+        home, index, rank, slot = rows[np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))].T
+        is_first = np.ones(len(rows), bool)
+        is_first[1:] = (home[1:] != home[:-1]) | (index[1:] != index[:-1])
+        chunk = np.cumsum(is_first) - 1
+        is_here = domain_of[rank] == own_domain
+        homes = home[is_first]
+        counts, all_counts = (np.bincount(chunk[k], minlength=len(homes)) for k in (is_here, ...))
+        is_own = domain_of[homes] == own_domain
+        crosses = np.where(is_own, all_counts > counts, counts > 0)
+        return cls(
+            home, rank, slot, chunk, is_here, homes, index[is_first], counts, crosses, domain_of
+        )
 
 
 def most_numbers(num_ranks: int, num_slots: int) -> int:

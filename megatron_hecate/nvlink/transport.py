@@ -171,7 +171,7 @@ class NVLink:
             return self._start([], what="spRS", label=label)
         elements, dtype = len(slots[0]), slots[0].dtype
         if dtype not in BITS:
-            raise ValueError(f"{label}: our kernels cannot sum gradients of {dtype}; use p2p")
+            raise ValueError(f"{label}: gradients of {dtype} cannot be summed by our kernels; use p2p")
         targets = {index: homes.main_grads(index) for index in plan.replicated}
         totals: dict[int, Tensor] = {}
         if not all(targets.values()):

@@ -19,14 +19,14 @@ from megatron_hecate.comm.collectives import TransferError, wait_collective
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
 from megatron_hecate.nvlink import peer_memory as module
+from megatron_hecate.nvlink.memory import FAILURE
 from megatron_hecate.nvlink.peers import Peers
-from megatron_hecate.nvlink.program import FAILURE
 
 TRANSPORTS = ["p2p", "nvlink"]
 # what a rank that waits for rank 2 says; a home waits for gradients, the others for weights
 EXPECTED = {
     "p2p": r"waiting to receive from rank 2 \(\d+ bytes\): expected \d messages, 0 were seen. Rank 2 died",
-    "nvlink": r"expected rank 2 to finish \d steps; it waited for step 0, 0 were seen. Rank 2 died, hangs, or did not take part",
+    "nvlink": r"expected rank 2 to finish its steps; it waited for step 0, 0 were seen. Rank 2 died, hangs, or did not take part",
 }
 
 

@@ -6,14 +6,12 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from megatron_hecate.device import launch
 from megatron_hecate.nvlink import peers
 from megatron_hecate.nvlink.launch import UNDER_WAY, TransferKernels
-from megatron_hecate.nvlink.program import TRANSFER
 
 pytestmark = [
     pytest.mark.fast,
@@ -73,7 +71,7 @@ def test_calls_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     _gpu_of(monkeypatch, (9, 0), 132)
     kernels, at = TransferKernels(torch.device("cuda", 0)), torch.zeros(16, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match="driver"):
-        kernels.run_at("fssdp_gather", at)
+        kernels.run("fssdp_gather", at, position=1, away=False, ranks=2)
 
 
 def _gpu_of(
@@ -116,7 +114,7 @@ def test_blocks_fill_the_link_and_run_at_once(
             TransferKernels(torch.device("cuda"))
         return
     blocks = TransferKernels(torch.device("cuda")).blocks
-    assert blocks == {"fssdp_gather": copies, "fssdp_reduce": sums}
+    assert blocks == {"gather": copies, "reduce": sums}
     assert max(blocks.values()) <= multiprocessors / 2
     rate, whole = {8: (300e9, 108), 9: (450e9, 132)}.get(capability[0], (900e9, 148))
     carried = min(multiprocessors / whole, 1) * rate * 2e-6
@@ -129,16 +127,15 @@ def test_the_peers_meet_before_many_blocks_start(monkeypatch: pytest.MonkeyPatch
     _gpu_of(monkeypatch, (9, 0), 132)
     monkeypatch.setattr(launch, "_load_for_gpu", lambda device: 0x30)
     kernels = TransferKernels(torch.device("cuda"))
-    monkeypatch.setattr(kernels, "_device", torch.device("cpu"))
-    monkeypatch.setattr(kernels, "_upload", lambda *_: None)
     monkeypatch.setattr(
         kernels,
         "launch",
         lambda name, *_, blocks, threads: launched.append((name, blocks, threads)),
     )
+    name, description = "fssdp_reduce_16_32", torch.zeros(8, dtype=torch.uint8)
     for ranks in (2, 72):
-        kernels.run("fssdp_reduce", np.zeros(TRANSFER.itemsize, np.uint8), ranks=ranks)
+        kernels.run(name, description, position=1, away=False, ranks=ranks)
     assert launched == [
-        *(("fssdp_synchronize", 1, 32), ("fssdp_reduce", 32, 256)),
-        *(("fssdp_synchronize", 1, 96), ("fssdp_reduce", 32, 256)),
+        *(("fssdp_synchronize", 1, 32), (name, 32, 256)),
+        *(("fssdp_synchronize", 1, 96), (name, 32, 256)),
     ]

@@ -17,6 +17,7 @@ import megatron_on_cpu
 import pytest
 import torch
 import torch.distributed as dist
+from kernel_scripts import REDUCES
 from one_layer import Reference, allocate, check, copies, make_transport
 from ranks import ranks
 from rerouting_cases import TOKENS, check_every_token
@@ -37,7 +38,8 @@ from megatron_hecate.switch_on import connect
 
 pytestmark = pytest.mark.newest
 APART = ((0, 1), (2, 3))
-KERNELS = "fssdp_synchronize fssdp_gather fssdp_reduce"  # ranks meet by the first
+# Of transfers: ranks meet by the first; sums by bits of gradients, and of main gradients.
+KERNELS = {"fssdp_synchronize", "fssdp_gather", "fssdp_reduce_32_32"}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_transfers(name: str, domains: tuple, multiprocessors: int) -> None:
     check(make_transport(name, domains), Reference(0, torch.bfloat16, domains), gpu_on_cpu.GPU)
     assert not driver.faults, driver.log
     if name == "nvlink":
-        assert set(driver.launched) == set(KERNELS.split())
+        assert set(driver.launched) == KERNELS
         streams = {line.split("stream=")[1] for line in driver.log if line.startswith("launch ")}
         assert len(streams) == 1 and "(nil)" not in streams, "one stream, not the default one"
 
@@ -68,7 +70,8 @@ def test_ranks_of_one_launch() -> None:
     check_random_placements("cuda", 1)
     check_one_hot_experts("cuda", (2 * 3333, 3333))
     assert not driver.faults, driver.log
-    assert set(driver.launched) == set(KERNELS.split())
+    sums = {f"fssdp_reduce_{grad}_{main}" for grad, main in REDUCES}
+    assert set(driver.launched) == KERNELS | sums
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
@@ -114,7 +117,7 @@ def test_switch_on(version: int) -> None:
         connection,
         driver.log,
     )
-    assert set(driver.launched) == set(KERNELS.split())
+    assert set(driver.launched) == KERNELS
     check(connection.transport, Reference(0, torch.bfloat16), gpu_on_cpu.GPU)
 
 
@@ -203,15 +206,17 @@ def test_a_driver_that_takes_no_cubin_of_the_compiler_is_explained() -> None:
 def test_planted_faults_are_noticed() -> None:
     driver = gpu_on_cpu.install(multiprocessors=32)
     kernels, at = TransferKernels(gpu_on_cpu.GPU), ctypes.c_void_p(4096)
+    number = ctypes.c_uint(1)
+    launch = at, number, number
     calls.ensure_context(0)
     faults: list[tuple[tuple, dict[str, int], str]] = [
-        ((at, at), {}, "2 arguments, it takes 1"),
-        ((), {}, "0 arguments, it takes 1"),
-        ((ctypes.c_uint(1),), {}, "argument 0 has 4 bytes, it takes 8"),
-        ((at,), dict(threads=257), "257 threads, it allows 256"),
-        ((at,), dict(blocks=0), "an empty grid or block"),
-        ((at,), dict(blocks=33), "33 blocks wait for each other on 32 SMs"),
-        ((at,), dict(stream=0), "on the default stream"),
+        ((at, number), {}, "2 arguments, it takes 3"),
+        ((), {}, "0 arguments, it takes 3"),
+        ((number, number, number), {}, "argument 0 has 4 bytes, it takes 8"),
+        (launch, dict(threads=257), "257 threads, it allows 256"),
+        (launch, dict(blocks=0), "an empty grid or block"),
+        (launch, dict(blocks=33), "33 blocks wait for each other on 32 SMs"),
+        (launch, dict(stream=0), "on the default stream"),
     ]
     for arguments, settings, expected in faults:
         driver.clear()

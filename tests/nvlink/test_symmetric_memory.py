@@ -64,7 +64,7 @@ def test_what_torchs_cache_keeps_is_given_back_first() -> None:
     gpu = _Gpu(3 * MIB, 2 * MIB + COUNTERS if dist.get_rank() else 0)
     peers = _peers()
     assert gpu.cached == 0 and peers.buffers.numel() == MIB
-    assert tuple(peers.signals.progress_at.values()) == (peers.buffers.data_ptr() - COUNTERS,) * 2
+    assert tuple(peers.signals.progress) == (peers.buffers.data_ptr() - COUNTERS,) * 2
 
 
 @ranks(2)

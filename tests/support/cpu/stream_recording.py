@@ -8,17 +8,16 @@ replicas, on all ranks, parameters and main gradients. ``.cpu()`` and ``.tolist(
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-import numpy as np
 import streams_on_cpu
 import torch
 import torch.distributed as dist
 from graph_capture import written
-from kernel_scripts import ITEM, SOURCE
 from stream_order import Entry, Range, Work
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,8 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.nvlink import peers
-from megatron_hecate.nvlink.launch import TransferKernels
-from megatron_hecate.nvlink.program import TRANSFER
+from megatron_hecate.nvlink.transport import NVLink
 
 PRIVATE = 1 << 56  # addresses of memory that one rank alone sees
 COLLECTIVE_BLOCKS = 8  # of NCCL's kernels, which wait for other ranks as well
@@ -42,11 +40,12 @@ class Recording(TorchDispatchMode):
         # memory that is followed: begin and end here, its rank, and what to add for an address that all ranks share
         self._regions: list[tuple[int, int, int, int]] = []
         self._num_buffers = 0
-        self._programs: dict[int, np.ndarray] = {}
+        # the running transfer, and where the memory of each of its peers begins
+        self._transfer: tuple[Any, int, dict[int, int]] | None = None
         self._events: dict[Any, Any] = {}  # of collectives, by their works
         self._is_on = False
         _after(peers.Peers, "__init__", self._follow_buffers)
-        _after(TransferKernels, "_upload", self._uploaded)
+        _around(NVLink, "_run_kernel", self._transferring)
         _after(Kernels, "launch", self._launched)
         _after(dist.Work, "wait", self._waited)
 
@@ -99,7 +98,7 @@ class Recording(TorchDispatchMode):
     def _follow_buffers(self, buffers: peers.Peers, *_: Any, **__: Any) -> None:
         self._num_buffers += 1
         size = peers.COUNTERS + buffers.buffers.nbytes
-        for rank, base in enumerate(buffers.signals.progress_at.values()):
+        for rank, base in enumerate(buffers.signals.progress):
             self._regions.append((base, base + size, rank, (self._num_buffers << 40) - base))
 
     def _memory(self, tensors: Iterable[Tensor]) -> tuple[Range, ...]:
@@ -120,46 +119,50 @@ class Recording(TorchDispatchMode):
 
     # what is launched
 
-    def _uploaded(self, _: Any, program: np.ndarray, memory: Tensor) -> None:
-        self._programs[memory.data_ptr()] = program
+    @contextlib.contextmanager
+    def _transferring(
+        self, transport: NVLink, buffers: peers.Peers, job: Any, begin: int, away: bool
+    ) -> Iterator[None]:
+        bases = dict(zip(buffers.ranks, buffers.signals.progress, strict=True))
+        self._transfer = job, begin, bases
+        yield
+        self._transfer = None
 
     def _launched(
         self, _: Any, name: str, *arguments: Any, blocks: int, threads: int, shared_bytes: int = 0
     ) -> None:
-        begin = arguments[0].value
-        program = self._programs.get(begin)
-        if program is None:
+        if self._transfer is None:
             self._note(name)
             return
-        transfer = program[: TRANSFER.itemsize].view(TRANSFER)[0]
-        bits = int(transfer["peers"][0]) | int(transfer["peers"][1]) << 64
-        ranks = {rank for rank in range(int(transfer["world"])) if bits >> rank & 1}
-        kind = {"fssdp_gather": "spAG", "fssdp_reduce": "spRS"}.get(name)
-        reads, writes = self._moved(program, transfer) if kind else ((), ())
+        job, begin, bases = self._transfer
+        moves = name != "fssdp_synchronize"
+        reads, writes = self._moved(job, bases) if moves else ((), ())
         self._note(
-            f"{kind or name} {transfer['begin']}",
+            f"{job.what if moves else name} {begin}",
             blocks=blocks,
-            meets=(f"{name} {transfer['begin']}", frozenset(ranks | {self._rank})),
+            meets=(f"{name} {begin}", frozenset(bases)),
             reads=tuple(reads),
             writes=tuple(writes),
         )
 
-    def _moved(self, program: np.ndarray, transfer: Any) -> tuple[list[Range], list[Range]]:
-        """What a whole transfer reads and writes; what it wrote before it reads it is none of the others' business."""
-        reads: list[Range] = []
-        writes: list[Range] = []
-
-        def array(offset: int, dtype: np.dtype, count: int) -> np.ndarray:
-            return program[offset:][: count * dtype.itemsize].view(dtype)
-
-        for step in transfer["steps"][: int(transfer["num_steps"])]:
-            for item in array(int(step["items"]), ITEM, int(step["count"])):
-                size = int(item["bytes"])
-                writes += self._ranges(int(item["dst"]), size)
-                first, count = int(item["first_source"]), int(item["sources"])
-                for source in array(int(step["sources"]), SOURCE, first + count)[first:]:
-                    reads += self._ranges(int(source["src"]), size)
-        return reads, writes
+    def _moved(self, job: Any, bases: dict[int, int]) -> tuple[list[Range], list[Range]]:
+        """Slots of the layer, and parameters or main gradients; nobody else uses the transport's own buffer."""
+        itemsize = 1 if job.what == "spAG" else int(job.kernel.split("_")[2]) // 8
+        main_itemsize = 1 if job.what == "spAG" else int(job.kernel.split("_")[3]) // 8
+        homes: list[Range] = []
+        slots: dict[bool, list[Range]] = {True: [], False: []}  # of this rank, and of others
+        first, stride = job.memory.chunks[1]
+        for copy in job.plan.copies:
+            if copy.home == job.plan.rank:
+                sizes = zip(job.memory.homes[copy.index], job.memory.sizes, strict=True)
+                for address, size in sizes:
+                    homes += self._ranges(address, size * main_itemsize)
+            begin = first + copy.slot * stride + bases[copy.rank] - bases[job.plan.rank]
+            ranges = self._ranges(begin, sum(job.memory.sizes) * itemsize)
+            slots[copy.rank == job.plan.rank] += ranges
+        if job.what == "spAG":
+            return homes, slots[True]
+        return slots[True] + slots[False], homes
 
     # collectives
 
@@ -201,6 +204,18 @@ def _stream_of(group: str) -> Any:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _around(owner: Any, name: str, during: Any) -> None:
+    """Call every call of the method ``name`` in a block of ``during``."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with during(*args, **kwargs):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, noted)
 
 
 def _after(owner: Any, name: str, note: Any) -> None:

@@ -1,6 +1,6 @@
 """Scripts of iterations of spAG and spRS over random placements, for ``kernels/selftest.cpp`` and `test_virtual_ranks`.
 
-The schedules and descriptors are those of training; what must come out is said from the copies alone.
+The tables and descriptions are those of training; what must come out is said from the copies alone.
 """
 
 from __future__ import annotations
@@ -15,40 +15,24 @@ import torch
 from torch import Tensor
 
 from megatron_hecate.comm.transport import Copy
-from megatron_hecate.nvlink.chunks import SEND, SLOT, STRIPE, Part
-from megatron_hecate.nvlink.program import FAILURE, MAX_STEPS, Memory, Signals, assemble
-from megatron_hecate.nvlink.schedule import TransferSchedule
+from megatron_hecate.nvlink.memory import (
+    FAILURE,
+    MAX_STEPS,
+    Memory,
+    SharedLayout,
+    Signals,
+    describe,
+    description_bytes,
+)
+from megatron_hecate.nvlink.tables import DomainPlan, most_numbers
 
-WRITE, CHECK, GATHER, REDUCE = range(4)
+# Kinds of operations, as in selftest.cpp; of the sums by bits of gradients and of main gradients.
+WRITE, CHECK, GATHER = range(3)
+REDUCES = {(32, 32): 3, (32, 16): 4, (16, 32): 5, (16, 16): 6}
+DTYPES = {32: torch.float32, 16: torch.bfloat16}
 # bytes between regions that nobody may write, at least; regions begin at multiples of it
 GUARD = 256
-PROGRAM = 1 << 16  # bytes set aside for a transfer's program
-# As in kernels/schedule.cuh.
-ITEM = np.dtype(
-    [("dst", "<u8"), ("bytes", "<u8")]
-    + [(name, "<u4") for name in ("first_source", "sources", "first_tile", "flags")]
-)
-SOURCE = np.dtype([("src", "<u8"), ("rank", "<i4"), ("reserved", "<u4")])
-
-
-class Pull(NamedTuple):
-    """Copy or sum of ``sources`` into ``into``."""
-
-    sources: tuple[Part, ...]
-    into: Part
-
-
-def pulls_of(schedule: TransferSchedule, rank: int) -> list[list[Pull]]:
-    """Pulls of ``rank`` in each step."""
-    steps: list[list[Pull]] = [[] for _ in range(schedule.num_steps)]
-    for fields in schedule.rows.tolist():
-        row = dict(zip(schedule.rows.dtype.names, fields, strict=True))
-        ends = row["begin"], row["end"]
-        source = Part(row["rank"], row["memory"], row["index"], *ends, row["first"])
-        into = Part(rank, row["into_memory"], row["into_index"], *ends, row["into_first"])
-        step = steps[row["step"]]
-        step.append(Pull((*(step.pop().sources if row["more"] else ()), source), into))
-    return steps
+DESCRIPTION = 2048  # bytes set aside for the description of a transfer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,19 +44,20 @@ class Setup:
     experts: int
     sizes: tuple[int, ...]  # elements of the tensors of a chunk
     shift: int = 0  # elements by which all memory is off its alignment
+    bits: tuple[int, int] = (32, 32)  # of gradients and of main gradients
 
 
 class Operation(NamedTuple):
-    """Write or check ``data`` at ``address``, or run the program that it is, as transfer ``number``.
+    """Write or check ``data`` at ``address``, or run the transfer that it describes at ``position``.
 
     Args:
-        data: uint8; on the script's device, but a program on the host.
+        data: uint8; on the script's device, but a description on the host.
     """
 
     kind: int
     address: int
     data: Tensor
-    number: int
+    position: int
 
 
 class Script:
@@ -93,22 +78,27 @@ class Script:
         allocate: Callable[[int], Sequence[int]] | None = None,
         device: str = "cpu",
     ) -> None:
-        self.setup, self.begin, self._number, self._device = setup, begin, 0, device
+        self.setup, self.begin, self._device = setup, begin, device
         self.told = (begin - 1) % 2**32  # by everyone, before the first transfer
         self.operations: list[list[Operation]] = [[] for _ in range(setup.ranks)]
         self._random = torch.Generator(device).manual_seed(begin + setup.shift)
         self._end = 0
         self._guards: list[tuple[int, int]] = []  # [begin, end) of what lies between regions
         self.progress, self.arrived = self._region(4 * setup.ranks), self._region(4 * MAX_STEPS)
-        self.failure, self.program = self._region(FAILURE.itemsize), self._region(PROGRAM)
+        self.epoch, self.failure = self._region(4), self._region(FAILURE.itemsize)
+        self.table = self._region(4 * most_numbers(setup.ranks, setup.slots))
+        self.description = self._region(DESCRIPTION)
+        elements, (grad, main_grad) = sum(setup.sizes), (DTYPES[bits] for bits in setup.bits)
+        self._fetch = SharedLayout.of_fetch(setup.experts, 2 * elements, setup.ranks)
+        self._return = SharedLayout.of_return(setup.slots, elements, setup.ranks)
+        self.shared = self._region(max(self._fetch.size(0), self._return.size(0)))
         # offset and elements of each tensor
         self.regions: dict[tuple[str, int], list[tuple[int, int]]] = {}
         for memory, count, dtype, sizes in (
-            ("send", setup.experts, torch.bfloat16, (sum(setup.sizes),)),
-            ("slot", setup.slots, torch.bfloat16, (sum(setup.sizes),)),
-            ("grad", setup.slots, torch.float32, (sum(setup.sizes),)),
+            ("slot", setup.slots, torch.bfloat16, (elements,)),
+            ("grad", setup.slots, grad, (elements,)),
             ("parameters", setup.experts, torch.bfloat16, setup.sizes),
-            ("main_grad", setup.experts, torch.float32, setup.sizes),
+            ("main_grad", setup.experts, main_grad, setup.sizes),
         ):
             for i in range(count):
                 shift = setup.shift * dtype.itemsize
@@ -118,14 +108,14 @@ class Script:
         self.bases: Sequence[int] = [(rank + 1) << 40 for rank in range(setup.ranks)]
         if allocate is not None:
             self.bases = allocate(self._end)
-        guards = [(begin, end) for begin, end in self._guards if begin > self.program]
+        guards = [(begin, end) for begin, end in self._guards if begin > self.shared]
         # of each rank: what lies between regions, and where
         self._noise: list[list[tuple[int, Tensor]]] = []
         for rank in range(setup.ranks):
             noise = torch.randint(
                 256, (self._end,), generator=self._random, dtype=torch.uint8, device=device
             )
-            self._do(rank, WRITE, at=self.program, values=noise[self.program :])
+            self._do(rank, WRITE, at=self.shared, values=noise[self.shared :])
             self._noise.append([(begin, noise[begin:end].clone()) for begin, end in guards])
 
     def _region(self, size: int) -> int:
@@ -134,9 +124,9 @@ class Script:
         self._guards.append((begin + size, self._end))
         return begin
 
-    def _do(self, rank: int, kind: int, *, at: int, values: Tensor, number: int = -1) -> None:
+    def _do(self, rank: int, kind: int, *, at: int, values: Tensor, position: int = 0) -> None:
         data = values.contiguous().view(torch.uint8)
-        self.operations[rank].append(Operation(kind, self.bases[rank] + at, data, number))
+        self.operations[rank].append(Operation(kind, self.bases[rank] + at, data, position))
 
     def _do_chunk(self, rank: int, kind: int, *, memory: tuple[str, int], values: Tensor) -> None:
         parts = values.split([elements for _, elements in self.regions[memory]])
@@ -155,59 +145,62 @@ class Script:
         return values.to(dtype)
 
     def _memory(self, rank: int, kind: int) -> Memory:
-        slot, home = ("grad", "main_grad") if kind == REDUCE else ("slot", "parameters")
-        base, buffers = self.bases[rank], [(0, 0)] * (1 + STRIPE)
-        for number, memory in ((SEND, "send"), (SLOT, slot)):
-            first = self.regions[memory, 0][0][0]
-            [(second, _)] = self.regions.get((memory, 1), [(first, 0)])
-            buffers[number] = base + first, second - first
-        homes = [
-            tuple(base + begin for begin, _ in self.regions[home, index])
-            for index in range(self.setup.experts)
-        ]
-        itemsize = 4 if kind == REDUCE else 2
-        return Memory(tuple(buffers), tuple(homes), self.setup.sizes, itemsize)
+        base, nothing = self.bases[rank], (0, 0)
+        slot, home = ("slot", "parameters") if kind == GATHER else ("grad", "main_grad")
+        first = self.regions[slot, 0][0][0]
+        [(second, _)] = self.regions.get((slot, 1), [(first, 0)])
+        slots = base + first, second - first
+        layout = self._fetch if kind == GATHER else self._return
+        shared, _ = layout.chunks(base + self.shared)
+        homes = (self.regions[home, index] for index in range(self.setup.experts))
+        return Memory(
+            homes=tuple(tuple(base + begin for begin, _ in tensors) for tensors in homes),
+            sizes=tuple(size * (2 if kind == GATHER else 1) for size in self.setup.sizes),
+            chunks=(shared, slots, nothing, nothing)
+            if kind == GATHER
+            else (nothing, slots, shared, nothing),
+            table=base + self.table,
+        )
 
     def _transfer(self, copies: Sequence[Copy], kind: int) -> None:
-        ranks = range(self.setup.ranks)
-        for rank in ranks:
-            schedule = TransferSchedule.of(
-                copies, rank, domain=ranks, elements=sum(self.setup.sizes), sums=kind == REDUCE
-            )
+        domain = tuple(range(self.setup.ranks))
+        for rank, base in enumerate(self.bases):
             signals = Signals(
                 rank=rank,
-                progress_at={r: self.bases[r] + self.progress for r in ranks},
-                arrived=self.bases[rank] + self.arrived,
-                failure=self.bases[rank] + self.failure,
+                progress=[base + self.progress for base in self.bases],
+                arrived=base + self.arrived,
+                epoch=base + self.epoch,
+                failure=base + self.failure,
                 timeout=20.0,
             )
-            data = assemble(schedule, self._memory(rank, kind), signals, begin=self.begin)
-            assert len(data) <= PROGRAM
-            if rank in schedule.participants:
-                self._do(
-                    rank, kind, at=self.program, values=torch.from_numpy(data), number=self._number
-                )
-        self.begin, self._number = self.begin + schedule.num_steps + 1, self._number + 1
+            table = DomainPlan(tuple(copies), rank, (domain,)).table
+            self._do(rank, WRITE, at=self.table, values=torch.from_numpy(table).to(self._device))
+            memory = self._memory(rank, kind)
+            data = torch.from_numpy(describe(memory, signals, base + self.description))
+            assert len(data) == description_bytes(memory) <= DESCRIPTION
+            self._do(rank, kind, at=self.description, values=data, position=self.begin % 2**32)
+        self.begin += MAX_STEPS
 
     def iteration(self, copies: Sequence[Copy]) -> None:
         """New weights; to the replicas, and checked; new gradients; home, written over by the next backward as soon as
         they may be, and checked."""
         sent = sorted({(copy.home, copy.index) for copy in copies})
         weights = {key: self._drawn(torch.bfloat16) for key in sent}
-        totals = {key: self._drawn(torch.float32) for key in sent}
+        grad_dtype, main_dtype = (DTYPES[bits] for bits in self.setup.bits)
+        totals = {key: self._drawn(main_dtype) for key in sent}
         for home, index in sent:
             self._do_chunk(home, WRITE, memory=("parameters", index), values=weights[home, index])
             self._do_chunk(home, WRITE, memory=("main_grad", index), values=totals[home, index])
         self._transfer(copies, GATHER)
-        grads = {copy: self._drawn(torch.float32) for copy in copies}
+        grads = {copy: self._drawn(grad_dtype) for copy in copies}
         for copy in copies:
             self._do_chunk(
                 copy.rank, CHECK, memory=("slot", copy.slot), values=weights[copy.home, copy.index]
             )
             self._do_chunk(copy.rank, WRITE, memory=("grad", copy.slot), values=grads[copy])
-        self._transfer(copies, REDUCE)
+        self._transfer(copies, REDUCES[self.setup.bits])
         for copy in copies:
-            values = self._drawn(torch.float32)
+            values = self._drawn(grad_dtype)
             self._do_chunk(copy.rank, WRITE, memory=("grad", copy.slot), values=values)
         for home, index in sent:
             replicas = sorted(
@@ -216,9 +209,8 @@ class Script:
             total, *others = [grads[copy].float() for copy in replicas]
             for grad in others:
                 total = total + grad
-            self._do_chunk(
-                home, CHECK, memory=("main_grad", index), values=totals[home, index] + total
-            )
+            values = (totals[home, index].float() + total).to(main_dtype)
+            self._do_chunk(home, CHECK, memory=("main_grad", index), values=values)
 
     def end(self) -> None:
         """A last look at the memory between regions."""
@@ -234,7 +226,8 @@ class Script:
             for op in operations:
                 padded = np.zeros(-(-len(op.data) // 8) * 8, np.uint8)
                 padded[: len(op.data)] = op.data.numpy()
-                parts += [np.array([op.kind, op.address, len(op.data)], "<u8"), padded.view("<u8")]
+                kind = op.kind | op.position << 32
+                parts += [np.array([kind, op.address, len(op.data)], "<u8"), padded.view("<u8")]
             words += [np.array([sum(map(len, parts))], "<u8"), *parts]
         np.concatenate(words).tofile(path)
 

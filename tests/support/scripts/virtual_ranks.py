@@ -12,12 +12,21 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from kernel_scripts import CHECK, REDUCE, WRITE, Operation, Script, Setup, one_hot, random_copies
+from kernel_scripts import (
+    CHECK,
+    REDUCES,
+    WRITE,
+    Operation,
+    Script,
+    Setup,
+    one_hot,
+    random_copies,
+)
 from torch import Tensor
 
 from megatron_hecate.device import driver
 from megatron_hecate.nvlink.launch import THREADS, WARP, TransferKernels
-from megatron_hecate.nvlink.program import TRANSFER
+from megatron_hecate.nvlink.memory import TRANSFER
 
 
 class VirtualRanks:
@@ -58,33 +67,36 @@ class VirtualRanks:
                         pytest.fail(
                             f"rank {rank}: byte {wrong} of {size} at {begin:#x} is not as it should be"
                         )
-            waiting = [operations for operations in todo if operations]
-            first = min((operations[0].number for operations in waiting), default=0)
-            together = [
-                operations.popleft() for operations in waiting if operations[0].number == first
-            ]
-            if together:
-                self._transfer(together)
+            # All ranks take part in every transfer.
+            if any(todo):
+                self._transfer([operations.popleft() for operations in todo])
 
     def _transfer(self, operations: list[Operation]) -> None:
-        (kind,) = {op.kind for op in operations}
-        for op in operations:
-            rank = max(r for r, base in enumerate(self.script.bases) if base <= op.address)
+        ((kind, position),) = {(op.kind, op.position) for op in operations}
+        for rank, op in enumerate(operations):
             begin = op.address - self.script.bases[rank]
             self._memory[rank, begin : begin + len(op.data)].copy_(op.data)
-        headers = np.concatenate([op.data.numpy()[: TRANSFER.itemsize] for op in operations])
-        at = torch.empty(len(headers), dtype=torch.uint8, device=self._memory.device)
-        # Items and sources lie at offsets from their own header.
-        for number, header in enumerate(headers.view(TRANSFER)):
-            moved = operations[number].address - at.data_ptr() - number * TRANSFER.itemsize
-            header["steps"]["items"] += np.uint64(moved % 2**64)
-            header["steps"]["sources"] += np.uint64(moved % 2**64)
-        at.copy_(torch.from_numpy(headers))
-        name = "fssdp_reduce" if kind == REDUCE else "fssdp_gather"
-        self._launch("fssdp_synchronize", at, ranks=len(operations), threads=WARP, blocks=1)
-        self._launch(name, at, ranks=len(operations), threads=THREADS, blocks=self._blocks)
+        headers = torch.cat([op.data[: TRANSFER.itemsize] for op in operations])
+        headers = headers.to(self._memory.device)
+        names = {number: f"fssdp_reduce_{a}_{b}" for (a, b), number in REDUCES.items()}
+        arguments = ctypes.c_uint(position), ctypes.c_uint(0)
+        ranks = len(operations)
+        self._launch(
+            "fssdp_synchronize", headers, arguments[:1], ranks=ranks, threads=WARP, blocks=1
+        )
+        name = names.get(kind, "fssdp_gather")
+        self._launch(name, headers, arguments, ranks=ranks, threads=THREADS, blocks=self._blocks)
 
-    def _launch(self, name: str, headers: Tensor, *, ranks: int, threads: int, blocks: int) -> None:
+    def _launch(
+        self,
+        name: str,
+        headers: Tensor,
+        numbers: tuple[ctypes.c_uint, ...],
+        *,
+        ranks: int,
+        threads: int,
+        blocks: int,
+    ) -> None:
         """The kernel ``name`` for all ranks: one launch, or a thread each."""
         function = self._kernels.function(name)
         if not headers.is_cuda:
@@ -93,12 +105,12 @@ class VirtualRanks:
             ]
             with ThreadPoolExecutor(ranks) as pool:
                 # a C function ignores arguments that it does not take
-                failed = pool.map(lambda address: function(address, blocks, 1), addresses)
+                failed = pool.map(lambda address: function(address, *numbers, blocks, 1), addresses)
                 assert not any(failed), "a rank did not come"
             return
         stream = torch.cuda.current_stream().cuda_stream
-        first = ctypes.c_void_p(headers.data_ptr())
-        arguments = (ctypes.c_void_p * 1)(ctypes.addressof(first))
+        values = ctypes.c_void_p(headers.data_ptr()), *numbers
+        arguments = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         sizes = (blocks, ranks, 1, threads, 1, 1, 0)
         end = (stream, ctypes.addressof(arguments))
         driver.call("cuLaunchCooperativeKernel", function, *sizes, *end)
@@ -106,19 +118,20 @@ class VirtualRanks:
 
 
 def check_random_placements(device: str, shift: int) -> None:
-    """Run five iterations of six ranks on ``device``.
+    """Run three iterations of six ranks on ``device``, for all types of gradients.
 
     Args:
         device: ``cpu`` or ``cuda``.
         shift: elements by which the experts' tensors miss their alignment.
     """
     rng = np.random.default_rng(shift)
-    setup = Setup(6, 3, 2, (40000, 33, 50000, 7), shift=shift)
-    ranks = VirtualRanks(setup, device, blocks=2, begin=2**32 - 20)
-    ranks.script.iteration(one_hot(6, 1, 5))
-    for _ in range(4):
-        ranks.script.iteration(random_copies(rng, ranks=6, slots=3, experts=2))
-    ranks.finish()
+    for bits in REDUCES:
+        setup = Setup(6, 3, 2, (40000, 33, 7), shift=shift, bits=bits)
+        ranks = VirtualRanks(setup, device, blocks=2, begin=2**32 - 20)
+        ranks.script.iteration(one_hot(6, 1, 5))
+        for _ in range(2):
+            ranks.script.iteration(random_copies(rng, ranks=6, slots=3, experts=2))
+        ranks.finish()
 
 
 def check_one_hot_experts(device: str, sizes: tuple[int, ...]) -> None:
