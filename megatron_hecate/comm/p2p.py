@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property, partial
 
@@ -75,6 +75,9 @@ class P2P:
         self._returning = None
         self._staged.clear()
         self._staging = self._staging.new_empty(0)
+
+    def write(self, plans: Mapping[str, TransferPlan]) -> None:
+        raise AssertionError("no CUDA graph holds messages")
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
         # The plan caches these properties, and the properties from which they are computed.

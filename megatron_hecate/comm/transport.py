@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -59,13 +59,18 @@ class TransferPlan:
     Args:
         rank: this rank.
         copies: copies of all ranks, sorted by expert, then rank. Every transport keeps this order.
+        covered: slots and own experts that launches cover whatever the copies, as a CUDA graph
+            needs; ``None``: those of the copies.
     """
 
     rank: int
     copies: tuple[Copy, ...]
+    covered: tuple[int, int] | None = None
 
     @classmethod
-    def from_placement(cls, placement: Placement, rank: int) -> TransferPlan:
+    def from_placement(
+        cls, placement: Placement, rank: int, covered: tuple[int, int] | None = None
+    ) -> TransferPlan:
         """Plan the fetch of all replicas of ``placement``, which is the same on all ranks."""
         table = placement.table
         home = placement.home
@@ -81,11 +86,11 @@ class TransferPlan:
         replica_slot = slot[order] - is_home.sum(axis=1)[holder]
         fields = (home[expert], index[expert], holder, replica_slot)
         rows = zip(*(field.tolist() for field in fields), strict=True)
-        return cls(rank, tuple(map(Copy._make, rows)))
+        return cls(rank, tuple(map(Copy._make, rows)), covered)
 
     def renewed(self) -> TransferPlan:
         """Return an equal plan, with the properties that this plan has computed."""
-        plan = TransferPlan(self.rank, self.copies)
+        plan = TransferPlan(self.rank, self.copies, self.covered)
         vars(plan).update(vars(self))
         return plan
 
@@ -118,11 +123,15 @@ class TransferPlan:
     @cached_property
     def replicated(self) -> tuple[int, ...]:
         """Indices of this rank's own experts that have a replica elsewhere, ascending."""
+        if self.covered is not None:
+            return tuple(range(self.covered[1]))
         return tuple(sorted({index for index, _ in self.sends}))
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
         """This rank's slots that receive a replica, ascending."""
+        if self.covered is not None:
+            return tuple(range(self.covered[0]))
         return tuple(sorted(slot for slot, _ in self.receives))
 
 
@@ -223,6 +232,13 @@ class Transport(Protocol):
         """Release the memory of `allocate` at the end of an attempt of the job.
 
         A transfer in flight keeps the memory that it uses.
+        """
+
+    def write(self, plans: Mapping[str, TransferPlan]) -> None:
+        """Write what a CUDA graph's transfers of the next iteration read.
+
+        Args:
+            plans: plan of each layer, by its name.
         """
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:

@@ -68,6 +68,7 @@ class Peers:
         memory, bases, self._kept = allocate(group, COUNTERS + size, device=device)
         self.buffers: Tensor = memory[COUNTERS:]
         self._counters = memory[: 4 * len(self.ranks)]
+        self._epoch = memory[EPOCH : EPOCH + 4]
         self.failure_record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
         self._failure = self.failure_record.numpy().view(FAILURE)
         self.signals = Signals(
@@ -135,6 +136,13 @@ class Peers:
         if record["failed"] == 1:
             return record
         return None
+
+    def write_epoch(self, epoch: int) -> None:
+        """Set the progress from which the positions of launches count, on the current stream."""
+        numbers = torch.from_numpy(np.array([epoch % 2**32], np.uint32).view(np.uint8))
+        if self._epoch.is_cuda:
+            numbers = numbers.pin_memory()
+        self._epoch.copy_(numbers, non_blocking=True)
 
     def remember(self, begin: int, text: str) -> None:
         """Register the description of a transfer, used if a wait of it times out.

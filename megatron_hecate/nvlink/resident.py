@@ -1,8 +1,8 @@
-"""Memory on the device that kernels read at a fixed address, written by the host."""
+"""Memory on the device that kernels read at fixed addresses, written by the host."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
@@ -11,31 +11,49 @@ from megatron_hecate.device.autograd import lasting_tensors
 
 
 class Resident:
-    """Memory of fixed address, with a content that the host knows.
+    """Rows of memory at fixed addresses, with contents that the host knows.
 
     Args:
-        size: bytes.
+        count: number of rows.
+        size: bytes of a row.
         device: device of the memory.
+
+    Attributes:
+        rows: the rows, uint8.
     """
 
-    def __init__(self, size: int, device: torch.device) -> None:
+    def __init__(self, count: int, size: int, device: torch.device) -> None:
         with lasting_tensors():
-            self.memory = torch.zeros(size, dtype=torch.uint8, device=device)
-        self.address = self.memory.data_ptr()
-        self._content: object = None
+            self._memory = torch.zeros((count, size), dtype=torch.uint8, device=device)
+        self.rows = self._memory.unbind()
+        self._mirror = np.zeros((count, size), np.uint8)
+        self._contents: list[object] = [None] * count
 
-    def write(self, content: object, make: Callable[[], np.ndarray]) -> None:
-        """Write the numbers that ``make`` returns, on the current stream, unless they are there.
+    def write(self, contents: Mapping[int, tuple[object, Callable[[], np.ndarray]]]) -> None:
+        """Write the rows whose content has changed, in one copy on the current stream.
 
         Args:
-            content: what the numbers are made from; equal content, equal numbers.
-            make: function that returns at most as many bytes as the memory has.
+            contents: for each row what its numbers are made from, and a function that makes them,
+                at most as many bytes as a row has; equal numbers for equal content.
+
+        Raises:
+            RuntimeError: while a CUDA graph is captured: each replay would write this content.
         """
-        if content == self._content:
+        changed = [row for row, (new, _) in contents.items() if new != self._contents[row]]
+        if not changed:
             return
-        data = torch.from_numpy(make().view(np.uint8))
+        if self._memory.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "FSSDP: a plan, or an address of parameters or gradients, has changed while a CUDA "
+                "graph is captured; use more --cuda-graph-warmup-steps"
+            )
+        for row in changed:
+            self._contents[row], make = contents[row]
+            numbers = make().view(np.uint8)
+            self._mirror[row, : len(numbers)] = numbers
+        first, end = min(changed), max(changed) + 1
+        data = torch.from_numpy(self._mirror[first:end])
         # From pinned memory the copy is asynchronous.
-        if self.memory.is_cuda:
+        if self._memory.is_cuda:
             data = data.pin_memory()
-        self.memory[: len(data)].copy_(data, non_blocking=True)
-        self._content = content
+        self._memory[first:end].copy_(data, non_blocking=True)

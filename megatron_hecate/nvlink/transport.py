@@ -8,7 +8,7 @@ stripes are sent as messages (`messages`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from typing import NamedTuple
@@ -47,7 +47,6 @@ class _Job(NamedTuple):
         kernel: name of the kernel.
         plan: copies, seen from this rank.
         memory: addresses of the memory, without the plan's table.
-        num_slots: number of the layer's slots.
     """
 
     what: str
@@ -55,7 +54,6 @@ class _Job(NamedTuple):
     kernel: str
     plan: DomainPlan
     memory: Memory
-    num_slots: int
 
 
 class NVLink:
@@ -93,8 +91,14 @@ class NVLink:
         self._ended.set_result(None)
         self._peers: Peers | None = None
         self._shared = torch.empty(0)
-        # What kernels read, by layer: tables and descriptions.
-        self._resident: dict[tuple[str, str, int], Resident] = {}
+        # What kernels read: the plans' tables, a row for each layer; descriptions.
+        self._tables: Resident | None = None
+        self._rows: dict[str, int] = {}
+        self._descriptions: dict[tuple[str, str, int], Resident] = {}
+        # Progress counters where the iteration began, from which positions count.
+        self._epoch = 0
+        # Transfers that a CUDA graph holds: progress since the epoch, and the failure's text.
+        self._captured: list[tuple[int, str]] = []
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
         """Return the bytes of the buffer that peers read, for the largest layers."""
@@ -119,15 +123,43 @@ class NVLink:
         self._peers = Peers(
             self._domain, sum(sizes), device=device, ranks=domain, timeout=self.timeout
         )
-        # The counters in the new memory are 0.
-        self._begin = 1
+        # The counters and the epoch in the new memory are 0.
+        self._begin, self._epoch = 1, 0
+        self._captured.clear()
+        # Of any plan of a layer: a group has at most as many copies as slots.
+        slots = max(layer.slots for layer in layers)
+        numbers = most_numbers(self.group.size(), slots)
+        self._tables = Resident(len(layers), 4 * numbers, device)
         replicas, self._shared = self._peers.buffers.split(sizes)
         return replicas[:size]
 
     def release(self) -> None:
         self._peers = None
         self._shared = self._shared.new_empty(0)
-        self._resident.clear()
+        self._tables = None
+        self._rows.clear()
+        self._descriptions.clear()
+
+    def write(self, plans: Mapping[str, TransferPlan]) -> None:
+        """Write the tables of all layers, and the epoch of the iteration, on the current stream.
+
+        Called on all ranks before each iteration that a CUDA graph may replay. A replay runs the
+        transfers that were captured, without Python, from the epoch on.
+        """
+        if self._begin == self._epoch and self._captured:
+            # The graph was replayed.
+            self._begin += self._captured[-1][0] + MAX_STEPS
+        self._epoch = self._begin
+        peers = self._memory_of_peers()
+        peers.write_epoch(self._epoch)
+        for position, text in self._captured:
+            peers.remember(self._epoch + position, text)
+        self._write_tables({label: self._seen_from_here(plan) for label, plan in plans.items()})
+
+    def _write_tables(self, plans: Mapping[str, DomainPlan]) -> None:
+        assert self._tables is not None, "allocate was not called"
+        rows = {self._rows.setdefault(label, len(self._rows)): plans[label] for label in plans}
+        self._tables.write({row: (plan, lambda p=plan: p.table) for row, plan in rows.items()})
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
         self._seen_from_here(plan)
@@ -141,7 +173,7 @@ class NVLink:
         label: str,
     ) -> Transfer:
         """Begin a spAG. ``slots`` have the same offsets in the memory of all ranks."""
-        if not plan.copies:
+        if not plan.copies and plan.covered is None:
             return self._start([], what="spAG", label=label)
         for index, tensors in enumerate(homes):
             # The kernels read parameters by address, without strides.
@@ -155,7 +187,7 @@ class NVLink:
             sizes=tuple(tensor.nbytes for tensor in homes[0]),
             chunks=(send, _places(slots), (0, 0), stripes),
         )
-        job = _Job("spAG", label, "fssdp_gather", self._seen_from_here(plan), memory, len(slots))
+        job = _Job("spAG", label, "fssdp_gather", self._seen_from_here(plan), memory)
         runs = self._prepare_runs(job, size=size, layout=layout, dtype=torch.uint8)
         return self._start(runs, what="spAG", label=label)
 
@@ -167,11 +199,13 @@ class NVLink:
         Raises:
             ValueError: the gradients are neither fp32 nor bf16.
         """
-        if not plan.copies:
+        if not plan.copies and plan.covered is None:
             return self._start([], what="spRS", label=label)
         elements, dtype = len(slots[0]), slots[0].dtype
         if dtype not in BITS:
-            raise ValueError(f"{label}: gradients of {dtype} cannot be summed by our kernels; use p2p")
+            raise ValueError(
+                f"{label}: gradients of {dtype} cannot be summed by our kernels; use p2p"
+            )
         targets = {index: homes.main_grads(index) for index in plan.replicated}
         totals: dict[int, Tensor] = {}
         if not all(targets.values()):
@@ -190,7 +224,7 @@ class NVLink:
             chunks=((0, 0), _places(slots), parts, stripes),
         )
         kernel = f"fssdp_reduce_{BITS[dtype]}_{BITS[first[0].dtype]}"
-        job = _Job("spRS", label, kernel, self._seen_from_here(plan), memory, len(slots))
+        job = _Job("spRS", label, kernel, self._seen_from_here(plan), memory)
         runs = self._prepare_runs(job, size=elements, layout=layout, dtype=torch.float32)
 
         def add_totals() -> None:
@@ -299,17 +333,21 @@ class NVLink:
             away: whether the stage is the one after the messages of other domains.
         """
         peers = self._memory_of_peers()
-        # All ranks count every stage of a plan with copies, whichever ranks have them.
+        # All ranks count every stage that is launched, whichever ranks have copies.
         begin = self._begin
         self._begin += MAX_STEPS
-        peers.remember(
-            begin,
+        text = (
             f"{job.label}: {job.what} failed on rank {self._rank} of {self.group.size()} (timeout "
-            f"{self.timeout:g} s): expected rank {{peer}} to finish its steps",
+            f"{self.timeout:g} s): expected rank {{peer}} to finish its steps"
         )
-        return functools.partial(self._run_kernel, peers, job, begin, away)
+        peers.remember(begin, text)
+        if peers.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if begin == self._epoch:
+                self._captured.clear()
+            self._captured.append((begin - self._epoch, text))
+        return functools.partial(self._run_kernel, peers, job, begin - self._epoch, away)
 
-    def _run_kernel(self, peers: Peers, job: _Job, begin: int, away: bool) -> None:
+    def _run_kernel(self, peers: Peers, job: _Job, position: int, away: bool) -> None:
         """Run a stage on the current stream, or on the host.
 
         Raises:
@@ -319,7 +357,7 @@ class NVLink:
             description = self._write(peers, job)
             try:
                 self._kernels.run(
-                    job.kernel, description, position=begin, away=away, ranks=len(peers.ranks)
+                    job.kernel, description, position=position, away=away, ranks=len(peers.ranks)
                 )
             except RuntimeError:
                 # The barrier of the peers timed out, which ends the CUDA context.
@@ -336,20 +374,18 @@ class NVLink:
         Returns:
             The description, on the device.
         """
-        # Of any plan of the layer: a group has at most as many copies as slots.
-        size = 4 * most_numbers(self.group.size(), job.num_slots)
-        table = self._resident_of(job, "table", size)
-        table.write(job.plan, lambda: job.plan.table)
-        memory = job.memory._replace(table=table.address)
-        description = self._resident_of(job, job.what, description_bytes(memory))
-        description.write(memory, lambda: describe(memory, peers.signals, description.address))
-        return description.memory
-
-    def _resident_of(self, job: _Job, what: str, size: int) -> Resident:
-        key = job.label, what, size
-        if key not in self._resident:
-            self._resident[key] = Resident(size, self._memory_of_peers().device)
-        return self._resident[key]
+        self._write_tables({job.label: job.plan})
+        assert self._tables is not None
+        table = self._tables.rows[self._rows[job.label]]
+        memory = job.memory._replace(table=table.data_ptr())
+        key = job.label, job.what, description_bytes(memory)
+        if key not in self._descriptions:
+            self._descriptions[key] = Resident(1, key[2], peers.device)
+        description = self._descriptions[key]
+        (row,) = description.rows
+        make = functools.partial(describe, memory, peers.signals, row.data_ptr())
+        description.write({0: (memory, make)})
+        return row
 
 
 def _places(chunks: Sequence[Tensor]) -> tuple[int, int]:
