@@ -6,15 +6,19 @@ That a replay does what its lines do is shown by `test_cuda_graphs`, bitwise.
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import graphs_on_cpu
+import megatron_on_cpu
 import numpy as np
 import pytest
 import torch
-from graph_capture import Graph, not_in_graphs
+import torch.distributed as dist
+from graph_calls import first_difference
+from graph_capture import Graph, not_in_graphs, one_kernel
 from ranks import ranks
 from streams_on_cpu import CaptureError
 
@@ -79,6 +83,11 @@ def _earlier_work(x: Any) -> Any:
     return x * 2
 
 
+def _timed(x: Any) -> Any:
+    event = torch.cuda.current_stream().record_event()
+    return x * event.elapsed_time(event)
+
+
 def _counted(x: Any) -> Any:
     BEFORE["counter"].count()
     return x * 2
@@ -111,7 +120,10 @@ FAULTS: list[tuple[Callable, str]] = [
     (_other_stream, "work on a stream that has not joined the capture"),
     (_never_joined, "nothing waited for its last work"),
     (_earlier_work, "waits for work from outside the capture"),
+    (_timed, "Event.elapsed_time makes the host wait"),
     (_counted, "Counter.count ran inside a capture"),
+    (lambda x: torch.zeros(4, pin_memory=True) + x, "zeros allocates pinned memory"),
+    (lambda x: x.pin_memory() * 2, "Tensor.pin_memory ran inside a capture"),
 ]
 
 
@@ -135,11 +147,117 @@ def test_every_planted_fault_is_caught_and_named() -> None:
         assert Graph.current is None and not torch.cuda.is_current_stream_capturing()
 
 
+def _captured(body: Callable[[], Any]) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    return graph
+
+
+LAUNCHED: list[str] = []  # kernels that ran
+
+
+def _launch(name: str, source: Any, number: int = 0) -> None:
+    from megatron_hecate.device.launch import Kernels
+
+    kernels = SimpleNamespace(on_gpu=False, function=lambda name: lambda *_: LAUNCHED.append(name))
+    arguments = ctypes.c_void_p(source.data_ptr()), ctypes.c_uint(number)
+    Kernels.launch(kernels, name, *arguments, blocks=1, threads=1)
+
+
+@ranks(1)
+def test_events_of_a_capture_and_streams_of_before_are_named() -> None:
+    megatron_on_cpu.install()
+    earlier, earlier_event = torch.cuda.Stream(), torch.cuda.Event()
+    graphs_on_cpu.install()
+    event, external = torch.cuda.Event(), torch.cuda.Event(external=True)
+    _captured(lambda: (event.record(), external.record()))
+    stream = torch.cuda.current_stream()
+    for use, message in (
+        (event.query, "Event.query asks for an event that was recorded inside a capture"),
+        (event.synchronize, "Event.synchronize asks for an event that was recorded"),
+        (lambda: stream.record_event().elapsed_time(event), "Event.elapsed_time asks for an event"),
+        (lambda: stream.wait_event(event), "a stream waits for an event that was recorded inside"),
+        (lambda: stream.wait_event(earlier_event), "_Event.number, made before streams were told"),
+        (lambda: stream.wait_stream(earlier), "_Stream.record_event, made before streams"),
+        (lambda: earlier.wait_stream(stream), "_Stream.wait_stream, made before streams"),
+    ):
+        with pytest.raises(CaptureError, match=f"^{message}.*test_graph_capture.py"):
+            use()
+    event.record()
+    assert event.query() and external.query()
+
+
+@ranks(1)
+def test_kernels_run_as_a_gpus_would() -> None:
+    graphs_on_cpu.install()
+    x, seen = torch.tensor([1.0, -2.0, 3.0, -4.0]), torch.zeros(2)
+
+    @one_kernel
+    def packed(x: Any, seen: Any) -> Any:
+        """It looks at data in the middle, and writes to an argument."""
+        dist.all_reduce(seen, async_op=True).wait()
+        seen[0] += sum(x.tolist())
+        kept = x[x > 0]
+        return torch.cat([kept, kept.new_zeros(len(x) - len(kept))])
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = packed(x, seen) * 2
+        more = torch.empty(0).set_(x.untyped_storage(), 0, (4,), (1,)) + 1
+        _launch("fssdp_gather", x)
+        _launch("fssdp_count", x)
+    names = ["aten.mul.Tensor", "aten.add.Tensor", "kernel fssdp_gather", "kernel fssdp_count"]
+    assert [call.name for call in graph.calls] == [packed.__qualname__, *names]
+    # a capture leaves nothing behind, and follows no table
+    assert x.tolist() == [1.0, -2.0, 3.0, -4.0] and seen.tolist() == [0.0, 0.0]
+    assert kept.isnan().all() and LAUNCHED == ["fssdp_count"]
+    x.copy_(torch.tensor([-1.0, 5.0, -6.0, -7.0]))
+    graph.replay()
+    assert kept.tolist() == [10.0, 0.0, 0.0, 0.0] and seen.tolist() == [-9.0, 0.0]
+    assert more.tolist() == [0.0, 6.0, -5.0, -6.0]
+    assert LAUNCHED == ["fssdp_count", "fssdp_gather", "fssdp_count"]
+    graph = _captured(lambda: one_kernel(lambda x: x[x > 0])(x))
+    x.fill_(1.0)
+    with pytest.raises(CaptureError, match=r"another shape .*<lambda> called at .*test_graph_capt"):
+        graph.replay()
+
+
+@ranks(1)
+def test_the_first_difference_of_two_captures_is_named() -> None:
+    graphs_on_cpu.install()
+    x = torch.arange(4.0)
+
+    def body(change: str) -> None:
+        y, z = x.clone(), x[int(change == "address") :][:2].clone()
+        y.mul_(3 if change == "argument" else 2)
+        (z if change == "memory" else y).add_(1)
+        y[: 3 if change == "shape" else 2].add_(torch.tensor(3.0 if change == "number" else 2.0))
+        if change != "fewer":
+            _launch("fssdp_count", y if change == "pointer" else z, int(change == "launch"))
+
+    first = _captured(lambda: body(""))
+    assert first_difference(first, _captured(lambda: body(""))) is None
+    for change, message in (
+        (
+            "address",
+            r"call 1, aten.clone.default called at .*: .*address 0x.* against .*address 0x",
+        ),
+        ("argument", r"call 2, aten.mul_.Tensor called at .*: 2 against 3"),
+        ("memory", r"call 3, .*\[4\] .*of the graph's memory 0 against .*\[2\] .* memory 1"),
+        ("shape", r"call 4, aten.add_.Tensor .*\[2\] .* against torch.float32 \[3\]"),
+        ("number", r"call 4, aten.add_.Tensor .*: number 2.0 against number 3.0"),
+        ("pointer", r"call 5, kernel fssdp_count .*: pointer to byte 0 .* 1 against .* 0"),
+        ("launch", r"call 5, kernel fssdp_count called at .*: 0 against 1"),
+        ("fewer", r"call 5, .* against : kernel fssdp_count against none"),
+    ):
+        difference = first_difference(first, _captured(lambda change=change: body(change)))
+        assert re.match(message, str(difference)), (change, difference)
+
+
 @pytest.mark.slow
 @ranks(1)
 def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
-    from megatron_hecate.device.launch import Kernels
-
     graphs_on_cpu.install()
     for change, message in (
         (lambda module: setattr(module, "table", torch.full((4,), 3.0)), "was freed"),
@@ -156,11 +274,9 @@ def test_memory_that_changes_after_the_capture_is_named_by_the_replay() -> None:
         with pytest.raises(CaptureError, match=line):
             graph.replay()
     # a launch of ours takes an address
-    graph, source = torch.cuda.CUDAGraph(), torch.ones(4)
-    kernels = SimpleNamespace(on_gpu=False, function=lambda name: lambda *_: None)
-    with torch.cuda.graph(graph):
-        Kernels.launch(kernels, "reads", ctypes.c_void_p(source.data_ptr()), blocks=1, threads=1)
-    del source
-    line = r"was freed.*kernel reads launched at .*test_graph_capture.py"
+    sources = [torch.ones(4)]
+    graph = _captured(lambda: _launch("reads", sources[0]))
+    sources.clear()
+    line = r"was freed.*kernel reads called at .*test_graph_capture.py"
     with pytest.raises(CaptureError, match=line):
         graph.replay()

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from graph_capture import one_kernel
 from torch import Tensor
 
 CALLS: list[tuple[str, dict[str, Any]]] = []
@@ -39,7 +40,8 @@ def _sum_own(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 class _ByExpert:
     """Rows of a rank's experts, expert by expert, from a routing map [T, E]; ``budget`` rows at most, and rows of zeros
-    after each expert's own, up to a multiple of ``pad``."""
+    after each expert's own, up to a multiple of ``pad``. With a budget a CUDA graph may hold it: where rows come from is
+    in the memory ``source``, which each replay fills anew."""
 
     def __init__(
         self,
@@ -51,36 +53,43 @@ class _ByExpert:
         pad: int = 1,
     ) -> None:
         assert routing_map.dtype == torch.bool and routing_map.shape[1] == group.size() * num_local
-        first = group.rank() * num_local
-        own = _gather(routing_map, group)[:, first : first + num_local]
-        expert, self.token = own.t().nonzero(as_tuple=True)
-        self.wanted = len(expert)
-        self.overflow = torch.tensor(int(budget is not None and self.wanted > budget))
-        self.column, self.token = (expert + first)[:budget], self.token[:budget]
-        self.group, self.shape = group, routing_map.shape
-        tokens = torch.bincount(expert[:budget], minlength=num_local)
-        self.counts = (tokens + pad - 1) // pad * pad
-        padding = self.counts - tokens
+        self.group, self.shape, self.budget = group, routing_map.shape, budget
+        self.num_local, self.pad = num_local, pad
+        place = self._place if budget is None else one_kernel(self._place)
+        self.source, self.counts, self.wanted, self.overflow = place(routing_map)
+
+    def _place(self, routing_map: Tensor) -> tuple[Tensor, ...]:
+        """The token, -1 for none, and the column of probabilities of each row; what experts get, and what they would."""
+        first = self.group.rank() * self.num_local
+        own = _gather(routing_map, self.group)[:, first : first + self.num_local]
+        expert, token = own.t().nonzero(as_tuple=True)
+        wanted, expert, token = len(expert), expert[: self.budget], token[: self.budget]
+        tokens = torch.bincount(expert, minlength=self.num_local)
+        counts = (tokens + self.pad - 1) // self.pad * self.pad
+        padding = counts - tokens
         shift = padding.cumsum(0) - padding  # rows of zeros before each expert's own
-        self.at = torch.arange(len(self.token)) + shift[expert[:budget]]
-        self.rows = int(self.counts.sum()) if budget is None else budget
+        rows = int(counts.sum()) if self.budget is None else self.budget
+        source = torch.full((2, rows), -1)
+        source[:, torch.arange(len(token)) + shift[expert]] = torch.stack([token, expert + first])
+        overflow = torch.tensor(int(self.budget is not None and wanted > self.budget))
+        return source, counts, torch.tensor([wanted]), overflow
 
-    def _padded(self, x: Tensor) -> Tensor:
-        return x.new_zeros(self.rows, *x.shape[1:]).index_copy_(0, self.at, x)
-
+    @one_kernel
     def dispatch(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        weights = None
+        (token, column), weights = self.source, None
         if probs is not None:
-            weights = self._padded(_gather(probs, self.group)[self.token, self.column])
-        return self._padded(_gather(x, self.group)[self.token]), weights
+            weights = _gather(probs, self.group)[token, column].where(token >= 0, 0.0)
+        return _gather(x, self.group)[token].where(token[:, None] >= 0, 0.0), weights
 
+    @one_kernel
     def combine(self, x: Tensor, probs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        tokens = self.group.size() * self.shape[0]
-        total = x.new_zeros(tokens, x.shape[1]).index_add_(0, self.token, x.detach()[self.at])
+        is_filled, tokens = self.source[0] >= 0, self.group.size() * self.shape[0]
+        token, column = self.source[:, is_filled]
+        total = x.new_zeros(tokens, x.shape[1]).index_add_(0, token, x.detach()[is_filled])
         weights = None
         if probs is not None:
             weights = probs.new_zeros(tokens, self.shape[1])
-            weights[self.token, self.column] = probs.detach()[self.at]
+            weights[token, column] = probs.detach()[is_filled]
             weights = _sum_own(weights, self.group)
         return _sum_own(total, self.group), weights
 
@@ -227,7 +236,7 @@ class _Ep(types.ModuleType):
         routing_map = torch.zeros(len(x), self.num_experts, dtype=torch.bool)
         routing_map.scatter_(1, topk_idx, True)
         buffer.rows = _ByExpert(routing_map, self.group, num_local, capacity)
-        buffer.total_recv_tokens = torch.tensor([buffer.rows.wanted])
+        buffer.total_recv_tokens = buffer.rows.wanted
         return _EpDispatch.apply(x, topk_weights, topk_idx, buffer.rows)
 
     def ep_combine(self, buffer: Any, x: Tensor, **_: Any) -> Tensor:

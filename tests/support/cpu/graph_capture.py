@@ -2,7 +2,7 @@
 
 While a `Graph` captures, every ATen operation, every collective of torch.distributed and every launch of our kernels is
 noted with the very memory it reads and writes, in the backward too. As on a GPU, the capture itself leaves nothing
-behind: memory of before gets its contents back, and what the capture allocated holds NaN until the first replay.
+behind: kernels whose addresses are in tables do not run, memory of before gets its contents back, and what the capture allocated holds NaN until the first replay.
 `Graph.replay` runs what was noted, on the same memory, and no Python.
 
 A capture raises `streams_on_cpu.CaptureError`, which names the operation and the line that called it, for
@@ -11,11 +11,13 @@ A capture raises `streams_on_cpu.CaptureError`, which names the operation and th
 * a shape that depends on data: nonzero, a mask as an index, unique, bincount, repeat_interleave without a size;
 * a tensor made of Python data that meets a device's tensor: that is a copy from pageable memory;
 * memory that is read and freed before the capture ends, for instance the indices of ``x[[0, 2]]``;
+* memory pinned, by which CUDA waits for the device;
 * work on a stream that has not joined the capture (its memory is not the graph's), a stream that waits for work of
   before the capture, a stream that joined and is not waited for in the end;
 * a function that a test declared to be the host's work, see `not_in_graphs`.
 
-A replay raises it when memory that the graph reads or writes was freed, moved or resized since the capture.
+A replay raises it when memory that the graph reads or writes was freed, moved or resized since the capture, and when a
+result has another shape. A query or a wait of a captured event raises it afterwards.
 
 What it cannot see: a tensor that was on the host before the capture (all are CPU tensors); addresses that kernels read
 from tables in memory; a buffer that was replaced while the old one lives on (the results differ then); a tensor of the
@@ -27,15 +29,15 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from graph_calls import Call, Place, bytes_of, key_of, place_of
 from streams_on_cpu import StreamOrder, calling_line, refuse
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 Tensor = torch.Tensor
 _WAITS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"}
@@ -43,6 +45,8 @@ _DATA_DEPENDENT = {
     "aten::nonzero", "aten::masked_select", "aten::_unique", "aten::_unique2", "aten::unique_dim",
     "aten::unique_consecutive", "aten::bincount",
 }  # fmt: skip
+# kernels that take all addresses from tables in memory, which need not be right before a replay
+_BY_TABLE = {"fssdp_synchronize", "fssdp_gather", "fssdp_reduce"}
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _OF_PYTHON_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _TO_HOST = (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
@@ -61,51 +65,6 @@ def not_in_graphs(owner: Any, name: str) -> None:
     setattr(owner, name, checked)
 
 
-@dataclass(frozen=True)
-class _Place:
-    """A tensor's place in a storage."""
-
-    key: int
-    dtype: torch.dtype
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        """Bytes of the storage that it needs."""
-        last = sum((size - 1) * stride for size, stride in zip(self.size, self.stride, strict=True))
-        return (self.offset + last + 1) * self.dtype.itemsize if 0 not in self.size else 0
-
-    def of(self, storage: torch.UntypedStorage) -> Tensor:
-        return torch.empty(0, dtype=self.dtype).set_(storage, self.offset, self.size, self.stride)
-
-
-@dataclass(frozen=True)
-class _Call:
-    """An operation with its arguments, where tensors are places, and the places of its new results, by their index."""
-
-    run: Callable
-    arguments: list
-    spec: TreeSpec
-    results: tuple[tuple[int, _Place], ...]
-    collective: bool
-    what: str
-
-
-def _key(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
-
-
-def _place(tensor: Tensor) -> _Place:
-    offset, layout = tensor.storage_offset(), (tuple(tensor.shape), tuple(tensor.stride()))
-    return _Place(_key(tensor), tensor.dtype, offset, *layout)
-
-
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-
-
 class Graph:
     """Stands in for ``torch.cuda.CUDAGraph``."""
 
@@ -122,7 +81,7 @@ class Graph:
 
     def __init__(self, keep_graph: bool = False) -> None:
         self.replays = 0
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self._pool: Any = None
 
     def register_generator_state(self, state: Any) -> None: ...
@@ -137,14 +96,14 @@ class Graph:
         if Graph.current is not None:
             refuse("a capture began inside another one")
         self._pool = pool if pool is not None else object()
-        self._mine = Graph.pools.setdefault(self._pool, {})
+        self.mine = Graph.pools.setdefault(self._pool, {})
         # memory of others: alive, address, first use
-        self._outside: dict[int, tuple[StorageWeakRef, int, str]] = {}
+        self.outside: dict[int, tuple[StorageWeakRef, int, str]] = {}
         self._new: dict[int, torch.dtype] = {}  # what this capture allocates
         self._contents: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}  # what to put back
         self._generator = torch.default_generator.get_state()
         self.streams = StreamOrder()
-        self._quiet = False
+        self.is_quiet = False
         self._modes = (_Python(self), _Operations(self))
         Graph.current, StreamOrder.current = self, self.streams
         for mode in self._modes:
@@ -155,10 +114,10 @@ class Graph:
             mode.__exit__(None, None, None)
         Graph.current = StreamOrder.current = None
         for storage, contents in self._contents.values():
-            _bytes(storage).copy_(contents)
+            bytes_of(storage).copy_(contents)
         for key, dtype in self._new.items():
             if dtype.is_floating_point:
-                _bytes(self._mine[key]).fill_(255)
+                bytes_of(self.mine[key]).fill_(255)
         torch.default_generator.set_state(self._generator)
         del self._contents, self._generator, self._modes
         if failed:
@@ -166,11 +125,11 @@ class Graph:
         self.streams.assert_joined()
         self._sizes: dict[int, int] = {}
         for call in self.calls:
-            inputs = [leaf for leaf in call.arguments if isinstance(leaf, _Place)]
+            inputs = [leaf for leaf in call.arguments if isinstance(leaf, Place)]
             for place in (*inputs, *(place for _, place in call.results)):
                 self._sizes[place.key] = max(place.end, self._sizes.get(place.key, 0))
         for key in self._resized():  # freed inside the capture: the pool keeps the memory
-            self._mine[key].resize_(self._sizes[key])
+            self.mine[key].resize_(self._sizes[key])
         self._find_outside()
         Graph.made.append(self)
 
@@ -178,21 +137,21 @@ class Graph:
         if Graph.current is not None:
             refuse("a graph was replayed inside a capture")
         storages = self._find_outside()
-        tensors: dict[_Place, Tensor] = {}
+        tensors: dict[Place, Tensor] = {}
         works: list[Any] = []
 
-        def tensor(place: _Place) -> Tensor:
+        def tensor(place: Place) -> Tensor:
             if place not in tensors:
                 storage = storages.get(place.key)
-                tensors[place] = place.of(self._mine[place.key] if storage is None else storage)
+                tensors[place] = place.of(self.mine[place.key] if storage is None else storage)
             return tensors[place]
 
         with torch.no_grad(), torch._C.DisableTorchFunction():
             for call in self.calls:
-                if not call.collective:
+                if not call.is_collective:
                     _wait(works)
                 leaves = [
-                    tensor(leaf) if isinstance(leaf, _Place) else leaf for leaf in call.arguments
+                    tensor(leaf) if isinstance(leaf, Place) else leaf for leaf in call.arguments
                 ]
                 args, kwargs = tree_unflatten(leaves, call.spec)
                 results = tree_leaves(call.run(*args, **kwargs))
@@ -207,7 +166,7 @@ class Graph:
     def _find_outside(self) -> dict[int, torch.UntypedStorage]:
         """The memory of others that the graph uses, which must be where it was; and so must the graph's own."""
         storages = {}
-        for key, (reference, address, what) in self._outside.items():
+        for key, (reference, address, what) in self.outside.items():
             storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             if storage is None:
                 refuse("memory that a graph uses was freed", what)
@@ -221,18 +180,19 @@ class Graph:
 
     def _resized(self) -> list[int]:
         """The graph's memory that is smaller than what the graph uses of it."""
-        keys = self._sizes.keys() & self._mine.keys()
-        return [key for key in keys if self._mine[key].nbytes() < self._sizes[key]]
+        keys = self._sizes.keys() & self.mine.keys()
+        return [key for key in keys if self.mine[key].nbytes() < self._sizes[key]]
 
     # recording
 
     def operation(self, op: Any, args: tuple, kwargs: dict) -> Any:
         """Run an operation, and note it unless it only makes a view."""
-        if self._quiet:
-            return op(*args, **kwargs)
         name, collective = op._schema.name, op._schema.name.startswith("c10d::")
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        host = [t for t in inputs if _key(t) in Graph.on_host]
+        # a tensor that is set to other memory allocates none
+        if self.is_quiet or name == "aten::set_":
+            return op(*args, **kwargs)
+        inputs = _tensors((args, kwargs))
+        host = [t for t in inputs if key_of(t) in Graph.on_host]
         if host and len(host) == len(inputs):
             return self.keep_on_host(op(*args, **kwargs))
         if _fills(name, args):
@@ -241,65 +201,93 @@ class Graph:
             _check(name, op, args, kwargs)
         if any(t.dim() for t in host):
             refuse(f"{op} copies a tensor made of Python data to the device")
-        self.streams.work()
-        before = {_key(t) for t in inputs}
+        for t in host:  # a number: a GPU takes it into the kernel's arguments
+            self.mine[key_of(t)] = t.untyped_storage()
         for t in inputs if collective else written(op, args, kwargs):
-            self._save(t.untyped_storage())
+            self.save(t.untyped_storage())
+        may_alias = not collective and not op._schema.is_mutable
+        return self.run(op, args, kwargs, name=str(op), may_alias=may_alias)
+
+    def run(
+        self, function: Callable, args: tuple, kwargs: dict, *, name: str, may_alias: bool = False
+    ) -> Any:
+        """Run a call, and note it; one that ``may_alias`` its arguments only if it makes something new."""
+        self.streams.work()
+        inputs = _tensors((args, kwargs))
+        before = {key_of(t) for t in inputs}
         leaves, spec = tree_flatten((args, kwargs))
-        arguments = [_place(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        results = op(*args, **kwargs)
-        flat = tree_leaves(results)
-        new = [
-            (i, t) for i, t in enumerate(flat) if isinstance(t, Tensor) and _key(t) not in before
-        ]
+        arguments = [place_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        results = function(*args, **kwargs)
+        flat = enumerate(tree_leaves(results))
+        new = [(i, t) for i, t in flat if isinstance(t, Tensor) and key_of(t) not in before]
         for _, t in new:
-            self._mine[_key(t)], self._new[_key(t)] = t.untyped_storage(), t.dtype
-        if (new and "empty" not in name) or collective or op._schema.is_mutable:
-            what = f"{op} called at {calling_line()}"
-            for t in host:  # a number: a GPU takes it into the kernel's arguments
-                self._mine[_key(t)] = t.untyped_storage()
+            self.mine[key_of(t)], self._new[key_of(t)] = t.untyped_storage(), t.dtype
+        if not may_alias or (new and "empty" not in name):
+            what = f"{name} called at {calling_line()}"
             for t in inputs:
                 self._note(t.untyped_storage(), what)
-            places = tuple((i, _place(t)) for i, t in new)
-            self.calls.append(_Call(op, arguments, spec, places, collective, what))
+            places = tuple((i, place_of(t)) for i, t in new)
+            self.calls.append(Call(function, arguments, spec, places, name, what))
         return results
 
     def launch(self, launch: Callable, args: tuple, kwargs: dict) -> None:
-        """Run one of our kernels, and note it; it may write wherever its pointers lead."""
+        """Note one of our kernels, which may write wherever its pointers lead, and run it if these are all known."""
         self.streams.work()
-        what = f"kernel {args[0]} launched at {calling_line()}"
+        leaves, spec = tree_flatten((args, kwargs))
+        what = f"kernel {args[0]} called at {calling_line()}"
+        self.calls.append(Call(launch, leaves, spec, (), f"kernel {args[0]}", what))
         with self.quiet():
             for argument in args:
                 reference = Graph.addresses.get(getattr(argument, "value", None) or -1)
                 if reference is not None and not reference.expired():
                     storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
-                    self._save(storage)
+                    self.save(storage)
                     self._note(storage, what)
-            launch(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        self.calls.append(_Call(launch, leaves, spec, (), False, what))
+            if args[0] not in _BY_TABLE:
+                launch(*args, **kwargs)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
         """What runs in this block belongs to something that is noted already."""
-        self._quiet = True
+        before, self.is_quiet = self.is_quiet, True
         try:
             yield
         finally:
-            self._quiet = False
+            self.is_quiet = before
 
     def keep_on_host(self, made: Any) -> Any:
         """What runs on the host alone is not part of the graph."""
-        Graph.on_host.update({_key(t): t for t in tree_leaves(made) if isinstance(t, Tensor)})
+        Graph.on_host.update({key_of(t): t for t in tree_leaves(made) if isinstance(t, Tensor)})
         return made
 
     def _note(self, storage: torch.UntypedStorage, what: str) -> None:
-        if storage._cdata not in self._mine and storage._cdata not in self._outside:
-            self._outside[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), what
+        if storage._cdata not in self.mine and storage._cdata not in self.outside:
+            self.outside[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), what
 
-    def _save(self, storage: torch.UntypedStorage) -> None:
+    def save(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata not in self._new and storage._cdata not in self._contents:
-            self._contents[storage._cdata] = storage, _bytes(storage).clone()
+            self._contents[storage._cdata] = storage, bytes_of(storage).clone()
+
+
+def one_kernel(function: Callable) -> Callable:
+    """Stand in for a kernel, which a capture notes as one call: ``function`` may read what it likes, and the shapes of
+    its results depend on those of its arguments alone. A replay runs it again. An `autograd.Function` may call it."""
+
+    @functools.wraps(function)
+    def kernel(*args: Any) -> Any:
+        graph = Graph.current
+        if graph is None or graph.is_quiet:
+            return function(*args)
+        with graph.quiet():
+            for t in _tensors(args):  # it may write any
+                graph.save(t.untyped_storage())
+            return graph.run(function, args, {}, name=function.__qualname__)
+
+    return kernel
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _wait(works: list) -> None:
@@ -312,7 +300,7 @@ def written(op: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
     for index, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[index] if index < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+            yield from _tensors(value)
 
 
 def _masked(name: str, args: tuple) -> bool:
@@ -361,7 +349,11 @@ class _Python(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        from_device = args and isinstance(args[0], Tensor) and _key(args[0]) not in Graph.on_host
+        if self.graph.is_quiet:
+            return func(*args, **kwargs)
+        if kwargs.get("pin_memory"):
+            refuse(f"{func.__name__} allocates pinned memory inside a capture")
+        from_device = args and isinstance(args[0], Tensor) and key_of(args[0]) not in Graph.on_host
         if (from_device and func in _TO_HOST) or (
             func is torch.Tensor.to and "cpu" in (*args[1:], kwargs.get("device"))
         ):

@@ -12,6 +12,9 @@ How a test uses it, on a rank::
     graphs_on_cpu.assert_replayed(at_least=4)
     graphs_on_cpu.delete_graphs()           # before another model
 
+A kernel in Python is a function under `graph_capture.one_kernel`. `graph_calls.first_difference` compares two captures,
+``Graph.made[0]`` and ``[1]``.
+
 `graph_capture.not_in_graphs(owner, "name")` declares Python that must run for every microbatch, so never inside a
 capture. `graph_capture` says what else fails, and what cannot be seen here. Streams are told apart, and run in program
 order; a generator's state is one of the CPU's.
@@ -27,7 +30,7 @@ import megatron_on_cpu
 import streams_on_cpu
 import torch
 import torch.distributed as dist
-from graph_capture import Capture, Graph
+from graph_capture import Capture, Graph, not_in_graphs
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -56,6 +59,7 @@ def install_graphs() -> None:
     cuda.CUDAGraph, cuda.graph = Graph, Capture
     cuda.is_current_stream_capturing = lambda: Graph.current is not None
     streams_on_cpu.install()
+    not_in_graphs(torch.Tensor, "pin_memory")
     torch.from_numpy = _of_the_host(torch.from_numpy)
     torch.frombuffer = _of_the_host(torch.frombuffer)
     _note_addresses()

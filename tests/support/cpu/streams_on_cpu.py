@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import pkgutil
 import sys
 import time
 from collections.abc import Iterator
@@ -23,7 +24,8 @@ issued: list[Entry] = []
 _handles = itertools.count(0x5000, 0x10)
 _events = itertools.count()
 _BETWEEN = (  # frames of these are not the line that called torch
-    str(Path(torch.__file__).parent), typing_extensions.__file__, megatron_on_cpu.__file__, __file__,
+    str(Path(torch.__file__).parent), typing_extensions.__file__, contextlib.__file__,
+    megatron_on_cpu.__file__, __file__,
     *(str(Path(__file__).with_name(f"{name}.py")) for name in ("graph_capture", "graphs_on_cpu")),
 )  # fmt: skip
 
@@ -44,9 +46,11 @@ def refuse(reason: str, line: str = "") -> NoReturn:
     raise CaptureError(f"{reason}, at {line or calling_line()}")
 
 
-def host_waits(call: str) -> None:
+def host_waits(call: str, *events: Event) -> None:
     if StreamOrder.current is not None:
         refuse(f"{call} makes the host wait inside a capture")
+    if any(event.capture is not None for event in events):
+        refuse(f"{call} asks for an event that was recorded inside a capture")
 
 
 class Stream:
@@ -61,8 +65,8 @@ class Stream:
         return 0, -5
 
     def wait_event(self, event: Any) -> None:
-        if getattr(event, "number", None) is None:
-            return  # never recorded, or made before `install`
+        if event.number is None:
+            return  # never recorded
         issued.append(Wait(self.cuda_stream, event.number))
         capture = StreamOrder.current
         if event.external:
@@ -111,21 +115,22 @@ class Event:
         issued.append(Record(stream.cuda_stream, self.number))
         capture = StreamOrder.current
         self.seen = capture.recorded(stream) if capture is not None else None
-        self.capture = capture if self.seen is not None else None
+        self.capture = None if self.seen is None or self.external else capture
 
     def wait(self, stream: Any = None) -> None:
         (stream if stream is not None else _current[-1]).wait_event(self)
 
     def synchronize(self) -> None:
-        host_waits("Event.synchronize")
+        host_waits("Event.synchronize", self)
         if self.number is not None:
             issued.append(HostWait(self.number))
 
     def query(self) -> bool:
-        host_waits("Event.query")
+        host_waits("Event.query", self)
         return True
 
     def elapsed_time(self, end: Event) -> float:
+        host_waits("Event.elapsed_time", self, end)
         return (end.seconds - self.seconds) * 1e3
 
 
@@ -183,6 +188,10 @@ def _set_stream(stream: Any) -> None:
     _current[-1] = stream
 
 
+def _refuse_earlier(earlier: Any, name: str) -> NoReturn:
+    refuse(f"{type(earlier).__name__}.{name}, made before streams were told apart, was used after")
+
+
 # of ``torch.cuda``
 NAMES = {
     "Stream": Stream,
@@ -194,7 +203,20 @@ NAMES = {
 }
 
 
+# streams that Megatron makes once per process
+_OF_MEGATRON = (
+    "pipeline_parallel.utils._COMM_STREAM",
+    "transformer.moe.shared_experts.SharedExpertMLP.stream",
+    "transformer.moe.token_dispatcher.MoEAlltoAllTokenDispatcher.cuda_dtoh_stream",
+)
+
+
 def install() -> None:
-    """After ``megatron_on_cpu.install()``, whose streams are all one."""
+    """After ``megatron_on_cpu.install()``, whose streams are all one; from now on the use of one of these is an error."""
+    for kind in (megatron_on_cpu._Stream, megatron_on_cpu._Event):
+        kind.__getattribute__ = _refuse_earlier
+    for path in _OF_MEGATRON if "megatron.core" in sys.modules else ():
+        owner, _, name = path.rpartition(".")
+        setattr(pkgutil.resolve_name(f"megatron.core.{owner}"), name, None)
     for name, value in NAMES.items():
         setattr(torch.cuda, name, value)

@@ -175,13 +175,14 @@ def transformer_config(case: Case) -> TransformerConfig:
     if case.one_expert:  # Megatron's rule for top-1
         fields.update(moe_router_pre_softmax=True)
     fields.update(case.settings)
-    # Megatron allows the combined schedule in bf16 only; fp32 takes it too, and tells right from nearly right
-    combined = {
-        name: fields.pop(name, False)
-        for name in ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute")
-    }
+    # Megatron allows the combined schedule in bf16 only; fp32 takes it too, and tells right from nearly right. It wants
+    # HybridEP's budget with fused operators only.
+    late = {"overlap_moe_expert_parallel_comm", "delay_wgrad_compute"}
+    if fields.get("moe_flex_dispatcher_backend") == "hybridep":
+        late.add("moe_expert_rank_capacity_factor")
+    unchecked = {name: fields.pop(name) for name in late & fields.keys()}
     config = TransformerConfig(**fields)
-    for name, value in combined.items():
+    for name, value in unchecked.items():
         setattr(config, name, value)
     return config
 
