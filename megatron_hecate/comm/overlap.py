@@ -55,11 +55,14 @@ class OverlapMeter:
 
     def __init__(self) -> None:
         self.window: float | None = None  # seconds from attention to experts, agreed
+        # True where a CUDA graph holds the iterations, whose events have no times.
+        self.is_off = False
         self._watches: dict[int, Stopwatch] = {}  # by layer
 
     def attention(self, layer: int, device: torch.device) -> None:
         """Start the window of ``layer``: its attention is next, in the first microbatch."""
-        self._watches[layer] = Stopwatch(device)
+        if not self.is_off:
+            self._watches[layer] = Stopwatch(device)
 
     def routed(self, layer: int) -> None:
         """End the window of ``layer``: its tokens are dispatched next."""

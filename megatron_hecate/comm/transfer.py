@@ -12,6 +12,7 @@ import torch
 
 from megatron_hecate import trace
 from megatron_hecate.comm.collectives import TransferError
+from megatron_hecate.device.autograd import is_capturing
 from megatron_hecate.faults.background import BackgroundThread
 
 
@@ -55,7 +56,8 @@ class Transfer:
         with trace.span(f"{what} start", label):
             if device.type == "cuda":
                 self._start_on_stream(device)
-            elif previous is not None:
+            # A CUDA graph of CPU ranks holds what this thread runs.
+            elif previous is not None and not is_capturing():
                 self.ended = self._run_in_thread(previous)
             else:
                 next(steps, None)

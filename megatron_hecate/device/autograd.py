@@ -22,6 +22,14 @@ def lasting_tensors() -> Iterator[None]:
         yield
 
 
+def is_capturing() -> bool:
+    """Return whether the current stream captures a CUDA graph."""
+    # Without a driver torch raises.
+    with contextlib.suppress(RuntimeError):
+        return torch.cuda.is_current_stream_capturing()
+    return False
+
+
 def direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """Return ``apply`` of a ``function`` that ``torch.func`` never transforms.
 

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch.distributed as dist
 
+from megatron_hecate.device.autograd import is_capturing
+
 # Upper bound on the registered works of a rank, which has several per layer in flight.
 KEPT: int = 256
 # Works in flight that a line names, at most.
@@ -32,6 +34,9 @@ def note(works: Sequence[dist.Work], describe: Callable[[], str]) -> None:
             Called only if the works do not complete, so that no time is spent on text in each
             forward. It must not keep tensors, whose memory the registry would keep.
     """
+    # Works of a CUDA graph cannot be queried.
+    if is_capturing():
+        return
 
     def is_over() -> bool:
         # The query raises if NCCL's communicator has been aborted.

@@ -39,6 +39,24 @@ def captured_parts(settings: SettingSources) -> frozenset[str] | None:
     return parts
 
 
+def captures_iteration(settings: SettingSources) -> bool:
+    """Return whether one graph captures all microbatches of a training iteration."""
+    names = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")
+    return any("full_iteration" in _names(settings[name]) for name in names)
+
+
+def replays() -> int:
+    """Return the iterations that Megatron has run by its graph of whole iterations, or before it.
+
+    The number starts over where Megatron drops the graph; 0 without one.
+    """
+    from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+
+    if FullCudaGraphWrapper.cuda_graph["training"] is None:
+        return 0
+    return FullCudaGraphWrapper.curr_iteration["training"]
+
+
 def holds_preprocess(settings: SettingSources) -> bool:
     """Return whether a graph captures the dispatcher's preprocessing.
 

@@ -138,7 +138,7 @@ class _ObservedDDP:
         self.fssdp_events.gradients_reduced()
 
     def zero_grad_buffer(self) -> None:
-        self.fssdp_events.gradients_dropped()
+        self.fssdp_events.gradients_dropped(self.fssdp_chunk)
         super().zero_grad_buffer()  # type: ignore[misc]
 
 

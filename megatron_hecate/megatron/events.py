@@ -36,8 +36,8 @@ class GradientEvents(Protocol):
     def gradients_reduced(self) -> None:
         """DDP has reduced gradients."""
 
-    def gradients_dropped(self) -> None:
-        """DDP is about to zero gradients."""
+    def gradients_dropped(self, chunk: int) -> None:
+        """DDP is about to zero the gradients of ``chunk``."""
 
 
 class OptimizerEvents(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import torch
 
-from megatron_hecate.device.autograd import lasting_tensors
+from megatron_hecate.device.autograd import is_capturing, lasting_tensors
 
 
 class Resident:
@@ -42,7 +42,7 @@ class Resident:
         changed = [row for row, (new, _) in contents.items() if new != self._contents[row]]
         if not changed:
             return
-        if self._memory.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             raise RuntimeError(
                 "FSSDP: a plan, or an address of parameters or gradients, has changed while a CUDA "
                 "graph is captured; use more --cuda-graph-warmup-steps"

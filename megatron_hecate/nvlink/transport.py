@@ -21,6 +21,7 @@ from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan
+from megatron_hecate.device.autograd import is_capturing
 from megatron_hecate.nvlink.launch import TransferKernels
 from megatron_hecate.nvlink.memory import (
     MAX_STEPS,
@@ -341,7 +342,7 @@ class NVLink:
             f"{self.timeout:g} s): expected rank {{peer}} to finish its steps"
         )
         peers.remember(begin, text)
-        if peers.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             if begin == self._epoch:
                 self._captured.clear()
             self._captured.append((begin - self._epoch, text))

@@ -28,6 +28,7 @@ from torch.optim.optimizer import Optimizer
 from megatron_hecate.comm.agreement import Note, collect
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.config import HecateConfig
+from megatron_hecate.device.autograd import is_capturing
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.events import listen_to_steps
 from megatron_hecate.megatron.training_globals import running_iteration
@@ -101,11 +102,6 @@ def read_speeds(config: HecateConfig, problems: list[str]) -> Speeds:
     return usual
 
 
-def _captures() -> bool:
-    """Return whether the current stream is capturing a CUDA graph."""
-    return device_of_rank().type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-
 @functools.cache
 def _observed(router: type) -> type:
     """Make a subclass of a router's class that counts tokens.
@@ -121,7 +117,7 @@ def _observed(router: type) -> type:
         # Inside a checkpoint only the recomputed pass has gradients.
         trains = self.training and torch.is_grad_enabled()
         # Not in the warmup before a capture.
-        if trains and (not captures_graph() or torch.cuda.is_current_stream_capturing()):
+        if trains and (not captures_graph() or is_capturing()):
             self.observer.add(self.observed_as, routed[1].detach())
         return routed
 
@@ -180,7 +176,11 @@ class Observer:
         """
         clock = self.clock
         is_running = clock.begun == clock.iteration
-        if is_running and running_iteration() not in (None, clock.log_number) and not _captures():
+        if (
+            is_running
+            and running_iteration() not in (None, clock.log_number)
+            and not is_capturing()
+        ):
             # Megatron skipped the step, or the optimizer is none of torch's.
             self.end_iteration()
         clock.enter(layer)
@@ -202,7 +202,7 @@ class Observer:
             self._optimizer = weakref.ref(optimizer)
         if self._optimizer is None or self._optimizer() is not optimizer:
             return
-        if _captures():
+        if is_capturing():
             text = "FSSDP stops observing: a CUDA graph holds the optimizer's step"
             print(text, file=sys.stderr, flush=True)
         else:

@@ -214,6 +214,8 @@ class Rerouter:
         self._kernels = Kernels(device)
         # of the group, and of the placement that tokens are routed by
         self.tables = QuotaTables(GroupShape(world, homes, source_rank), device, self._kernels)
+        # of forwards without replicas; of its own where a CUDA graph reads the others in replays
+        self.tables_of_homes = self.tables
         config = dispatcher.config
         backend = None
         if config.moe_token_dispatcher_type == "flex":
@@ -260,13 +262,20 @@ class Rerouter:
             are loads.
         """
         exchange = None
+        tables = self.tables
         if loads is None:
-            parts = self.tables.parts_of_homes
+            tables = self.tables_of_homes
+            parts = tables.parts_of_homes
         elif self._exchanges:
-            parts, exchange = self.tables.parts_and_exchange(loads, self._source)
+            parts, exchange = tables.parts_and_exchange(loads, self._source)
         else:
-            parts = self.tables.parts(loads, self._source)
+            parts = tables.parts(loads, self._source)
         # A backend that chooses by probability would replace a chosen expert of probability zero by
         # any physical expert, even an empty slot.
-        rerouted = reroute(counted, probs, self.tables, parts, never_zero=self._by_probability)
+        rerouted = reroute(counted, probs, tables, parts, never_zero=self._by_probability)
         return *rerouted, exchange
+
+    def separate_homes(self, homes: Placement) -> None:
+        """Route forwards without replicas by tables of their own, which never change."""
+        self.tables_of_homes = QuotaTables(self.tables.shape, self.tables.device, self._kernels)
+        self.tables_of_homes.place(homes)

@@ -8,6 +8,8 @@
 | a schedule's call, or a forward outside of one | weights may have changed, without a trace |
 | version counters of weights have grown | weights have changed |
 
+Where one CUDA graph holds iterations, DDP's zeroing begins the next one (`graphed_iteration`).
+
 A loop with neither Megatron's DDP nor an optimizer of torch says itself where iterations begin.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections.abc import Callable
 
 from torch.optim.optimizer import Optimizer
 
@@ -39,6 +42,8 @@ class Detector:
         self._calls: list[int | None] = [None] * len(clock.epochs)
         # Each optimizer that has stepped, by its id, with the last iteration that had begun.
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
+        # Where a CUDA graph holds whole iterations: what comes before each.
+        self.prepare_iteration: Callable[[], None] | None = None
         listen_to_steps(self)
 
     def forward_begins(self, chunk: int) -> bool:
@@ -81,10 +86,13 @@ class Detector:
         """End the iteration after DDP has reduced gradients."""
         self._clock.gradients_reduced()
 
-    def gradients_dropped(self) -> None:
+    def gradients_dropped(self, chunk: int) -> None:
         """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
         self._returns.drop()
         self._clock.end_iteration("DDP zeroed gradients")
+        # Megatron zeroes all chunks in turn, then runs the iteration, or replays it by a graph.
+        if self.prepare_iteration is not None and chunk == len(self._calls) - 1:
+            self.prepare_iteration()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """End the iteration before a step of ``optimizer``, even if it steps another model.

@@ -20,7 +20,7 @@ from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
-from megatron_hecate.megatron.cuda_graphs import holds_preprocess
+from megatron_hecate.megatron.cuda_graphs import captures_iteration, holds_preprocess
 from megatron_hecate.megatron.dispatcher import CountedAlltoAll, physical_dispatcher
 from megatron_hecate.megatron.experts import PhysicalExperts
 from megatron_hecate.megatron.foreign_code import check_layer
@@ -137,6 +137,11 @@ class LayerState(Uncopied):
         self.always_physical = bool(config.slots or config.rehome) and (
             self.rerouter.always_physical or self.is_captured
         )
+        # Slots and own experts that transfers cover in any plan, where one CUDA graph holds whole
+        # iterations; else ``None``.
+        self.covered: tuple[int, int] | None = None
+        if config.slots and captures_iteration(SettingSources(layer.config)):
+            self.covered = config.slots, parts.experts.num_homes
         # Current homes.
         self.homes = parts.homes_only
         # The running iteration, or the last one.
@@ -249,18 +254,21 @@ class LayerState(Uncopied):
     def prepare_transfers(self, placement: Placement) -> None:
         """Prepare the transfers of ``placement``, a possible plan, in any thread."""
         if placement.num_replicas and self.slots is not None:
-            transfers = TransferPlan.from_placement(placement, self.group.rank())
+            transfers = self._plan_transfers(placement)
             self.transport.prepare(transfers, self.slots.sizes)
             self._early = (placement, transfers)
 
     def transfers_for(self, placement: Placement) -> TransferPlan | None:
-        """Return this rank's transfers for the replicas of ``placement``, if it has any."""
-        if not placement.num_replicas:
+        """Return this rank's transfers for the replicas of ``placement``, if it may have any."""
+        if not placement.num_replicas and self.covered is None:
             return None
         early = self._early
         if early is not None and early[0] is placement:
             return early[1]
-        return TransferPlan.from_placement(placement, self.group.rank())
+        return self._plan_transfers(placement)
+
+    def _plan_transfers(self, placement: Placement) -> TransferPlan:
+        return TransferPlan.from_placement(placement, self.group.rank(), self.covered)
 
     def versions(self) -> list[int]:
         """Return the version counters of the homes' weights, which grow with every write."""
@@ -299,7 +307,7 @@ class LayerState(Uncopied):
     def place(self, replicas: Replicas | None) -> None:
         """Route the running forward to homes and ``replicas``."""
         placement = self.homes if replicas is None else replicas.placement
-        tables = self.rerouter.tables
+        tables = self.rerouter.tables if replicas is not None else self.rerouter.tables_of_homes
         if tables.placed is not placement:
             tables.place(placement)
 

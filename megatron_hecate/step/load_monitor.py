@@ -103,6 +103,20 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device=device)
 
 
+class StartedSum(Protocol):
+    """Sum of counts on its way to the host; a `GroupSum`, for example."""
+
+    @property
+    def ready(self) -> bool:
+        """True if `read` does not block."""
+
+    def read(self) -> np.ndarray:
+        """Wait for the sum and return it."""
+
+    def peek(self, length: int) -> np.ndarray | None:
+        """Return a copy of the sum's first numbers, or ``None`` before they arrive; any thread."""
+
+
 class MicrobatchCounts(Protocol):
     """Tokens of this rank by microbatch, layer and expert."""
 
@@ -169,7 +183,7 @@ class LoadMonitor:
         self._size = shape[0] * shape[1]
         # Counts of the iteration, [E] int64 per layer, allocated on the device of its first loads.
         self._counts: Sequence[Tensor] = ()
-        self._reduced: GroupSum | None = None
+        self._reduced: StartedSum | None = None
         # A new object in every iteration.
         self.history = LoadHistory()
         # Its measurements are summed with the loads.
@@ -256,3 +270,71 @@ class LoadMonitor:
         if self._reduced is not None and self._reduced.ready:
             self.collect()
         return self._reduced is None
+
+
+class _GraphedSum:
+    """Sum that a CUDA graph, or eager work on the current stream, copies to ``host``."""
+
+    def __init__(self, host: Tensor) -> None:
+        self._host = host
+
+    @property
+    def ready(self) -> bool:
+        return not (self._host.numpy() == NOT_HERE).any()
+
+    def read(self) -> np.ndarray:
+        if not self.ready and self._host.is_pinned():
+            torch.cuda.current_stream().synchronize()
+        return self._host.numpy().copy()
+
+    def peek(self, length: int) -> np.ndarray | None:
+        copied = self._host.numpy()[:length].copy()
+        return None if (copied == NOT_HERE).any() else copied
+
+
+class GraphedMonitor(LoadMonitor):
+    """Load monitor of iterations that one CUDA graph holds. Args as `LoadMonitor`.
+
+    Counts, sum and host memory stay where they are. The graph sums, copies and resets them.
+    """
+
+    _host: Tensor | None = None
+    _included: Tensor | None = None
+    # True if the sum of the running iteration has been started.
+    _is_started = False
+
+    def start_reduce(self) -> bool:
+        if not self._counts or self._is_started:
+            return False
+        if self._host is None:
+            on_gpu = self._counts[0].is_cuda
+            with lasting_tensors():
+                self._included = self._counts[0].new_zeros(_INCLUDED)
+                size = self._size + _INCLUDED
+                self._host = torch.zeros(size, dtype=torch.int64, pin_memory=on_gpu)
+        assert self._included is not None
+        sums = torch.cat([*self._counts, self._included])
+        dist.all_reduce(sums, group=self._group)
+        self._host.copy_(sums, non_blocking=True)
+        torch._foreach_zero_(list(self._counts))
+        self._is_started = True
+        self._reduced = _GraphedSum(self._host)
+        return True
+
+    def replayed(self) -> None:
+        """Note that a replay has summed the counts, without Python."""
+        if self._host is not None and not self._is_started:
+            self._is_started = True
+            self._reduced = _GraphedSum(self._host)
+
+    def prepare(self) -> None:
+        """Expect the sum of another iteration, outside of any capture. The last one was read."""
+        self._is_started = False
+        if self._host is not None and self._included is not None:
+            self._host.fill_(NOT_HERE)
+            self._included[-1:].fill_(self._count_frozen())
+
+    def expect(self) -> None:
+        """Expect that a replay sums the counts of the iteration that begins."""
+        assert self._host is not None
+        self._reduced = _GraphedSum(self._host)

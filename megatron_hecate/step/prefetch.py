@@ -34,9 +34,10 @@ from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.detect import Detector
 from megatron_hecate.step.gradient_returns import GradientReturns
+from megatron_hecate.step.graphed_iteration import GraphedIteration
 from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast, plan_late
 from megatron_hecate.step.layer_state import LayerState, Uncopied
-from megatron_hecate.step.load_monitor import LoadMonitor
+from megatron_hecate.step.load_monitor import GraphedMonitor, LoadMonitor
 from megatron_hecate.step.model_check import check_experts, check_model
 from megatron_hecate.step.trained_experts import TrainedExperts
 
@@ -76,7 +77,9 @@ class Prefetcher(Uncopied, StepEvents):
         self._routes = routes
         self.meter = OverlapMeter()
         self._trained = TrainedExperts(states)
-        self.monitor = LoadMonitor(
+        is_graphed = states[0].covered is not None
+        self.meter.is_off = is_graphed
+        self.monitor = (GraphedMonitor if is_graphed else LoadMonitor)(
             (len(states), max(state.parts.homes_only.num_experts for state in states)),
             states[0].rerouter.sources,
             timeout=states[0].config.timeout,
@@ -96,6 +99,8 @@ class Prefetcher(Uncopied, StepEvents):
         self.gradients: bool | None = None
         self.pool = BufferPool(states[0].transport, states[0].config.lifetime)
         self.planner = LayerPlanner(states, clock=self.clock, routes=routes, meter=self.meter)
+        if is_graphed:
+            self.detector.prepare_iteration = GraphedIteration(self).prepare
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
         self.find_conflicts: Callable[[], list[str]] | None = list
 

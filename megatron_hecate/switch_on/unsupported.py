@@ -11,14 +11,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_hecate.megatron.cuda_graphs import WITH_REPLICAS, captured_parts, holds_preprocess
+from megatron_hecate.megatron.cuda_graphs import (
+    WITH_REPLICAS,
+    captured_parts,
+    captures_iteration,
+    holds_preprocess,
+)
 from megatron_hecate.megatron.rules import GROUPED_ONLY, Rule, SettingSources, is_set
 
 
 def _graphs_hold_experts(settings: SettingSources) -> bool:
-    """Whether CUDA graphs may hold experts, so that no fetch fits."""
+    """Whether CUDA graphs may hold experts, but not the whole iteration with its fetches."""
     parts = captured_parts(settings)
-    return parts is None or not parts <= WITH_REPLICAS
+    return not captures_iteration(settings) and (parts is None or not parts <= WITH_REPLICAS)
 
 
 def _moves_homes(settings: SettingSources) -> bool:
@@ -39,9 +44,10 @@ DISPATCHERS = ("allgather", "alltoall", "flex")
 BACKENDS = ("deepep", "hybridep", "ncclep")
 _GRAPHS = (
     "replicas are fetched and returned between CUDA graphs of the parts attn, mamba, mlp, "
-    "moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); "
-    "other graphs contain the experts as well"
+    "moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope), or within "
+    "one of the whole iteration (cuda_graph_impl=full_iteration); other graphs contain the experts"
 )
+_IN_GRAPH = "one CUDA graph holds the whole iteration, and a replay runs no Python"
 _PRIMUS = (
     "Primus replaces Megatron's experts, dispatchers or MoE layers by its own, which have no "
     "replicas"
@@ -162,6 +168,34 @@ MODEL = (
             ("cuda_graph_impl", "none"),
             ("enable_cuda_graph", False),
             ("external_cuda_graph", False),
+        )
+    ),
+    Rule(
+        "cuda_graph_impl",
+        f"{_IN_GRAPH}: without moe_expert_rank_capacity_factor the host waits for token counts",
+        instead="none",
+        when=lambda settings: (
+            captures_iteration(settings) and not settings["moe_expert_rank_capacity_factor"]
+        ),
+        way="set model.moe_expert_rank_capacity_factor with the dispatcher flex and hybridep, or "
+        "model.cuda_graph_impl=none",
+    ),
+    Rule(
+        "cuda_graph_warmup_steps",
+        f"{_IN_GRAPH}: memory of replicas must be there before it is captured",
+        instead=1,
+        unsupported=lambda settings: (
+            captures_iteration(settings) and settings["cuda_graph_warmup_steps"] == 0
+        ),
+        hint=" or more",
+    ),
+    *(
+        Rule(name, f"{_IN_GRAPH}: {why}", instead=instead, when=captures_iteration)
+        for name, instead, why in (
+            ("moe_fssdp_late_replicas", 0, "the host chooses late replicas"),
+            ("moe_fssdp_rehome", 0, "homes may not move"),
+            ("moe_fssdp_record", None, "records count single microbatches on the host"),
+            ("moe_enable_routing_replay", False, "replayed routes are read by the host"),
         )
     ),
     Rule(

@@ -46,7 +46,10 @@ _DATA_DEPENDENT = {
     "aten::unique_consecutive", "aten::bincount",
 }  # fmt: skip
 # kernels that take all addresses from tables in memory, which need not be right before a replay
-_BY_TABLE = {"fssdp_synchronize", "fssdp_gather", "fssdp_reduce"}
+_BY_TABLE = {
+    "fssdp_synchronize", "fssdp_gather",
+    *(f"fssdp_reduce_{grad}_{main}" for grad in (16, 32) for main in (16, 32)),
+}  # fmt: skip
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _OF_PYTHON_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _TO_HOST = (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)

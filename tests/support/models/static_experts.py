@@ -18,10 +18,14 @@ def install() -> None:
 
 
 def _forward(
-    experts: SequentialMLP, rows: Tensor, counts: Tensor, probs: Tensor
+    self: SequentialMLP,
+    permuted_local_hidden_states: Tensor,
+    tokens_per_expert: Tensor,
+    permuted_probs: Tensor,
 ) -> tuple[Tensor, None]:
+    rows, counts, probs = permuted_local_hidden_states, tokens_per_expert, permuted_probs
     index, total = torch.arange(len(rows)), torch.zeros_like(rows)
-    for expert, count, end in zip(experts.local_experts, counts, counts.cumsum(0), strict=True):
+    for expert, count, end in zip(self.local_experts, counts, counts.cumsum(0), strict=True):
         is_own = (index >= end - count) & (index < end)
         output, _ = expert(rows.where(is_own[:, None], 0.0), probs.where(is_own, 0.0))
         total = total + output.where(is_own[:, None], 0.0)

@@ -1,0 +1,59 @@
+"""Iterations that one CUDA graph holds: all microbatches, forward and backward.
+
+Megatron runs some iterations eagerly, captures one, and from then on replays it. A replay runs no
+Python. So the iteration begins where DDP zeroes gradients, outside of the graph: there the loads of
+the last iteration are read, all layers are planned, and what the graph's kernels read is written:
+tables of the quotas and of the transfers. Every launch is the same for every plan, because plans
+cover all slots and all own experts (`TransferPlan.covered`).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_hecate.megatron.cuda_graphs import replays
+from megatron_hecate.step.load_monitor import GraphedMonitor
+
+if TYPE_CHECKING:
+    from megatron_hecate.step.prefetch import Prefetcher
+
+
+class GraphedIteration:
+    """Preparation of each iteration of one model that Megatron may replay.
+
+    Args:
+        prefetcher: prefetcher of the model's layers.
+    """
+
+    def __init__(self, prefetcher: Prefetcher) -> None:
+        self._prefetcher = prefetcher
+        # Iterations that Megatron had run by graphs when the running one began.
+        self._replays = 0
+        for state in prefetcher.states:
+            state.rerouter.separate_homes(state.homes)
+
+    def prepare(self) -> None:
+        """Begin the next iteration: read loads, plan all layers, write the tables. Collective."""
+        prefetcher = self._prefetcher
+        monitor = prefetcher.monitor
+        assert isinstance(monitor, GraphedMonitor)
+        count = replays()
+        if count and count != self._replays:
+            monitor.replayed()
+        self._replays = count
+        clock = prefetcher.clock
+        clock.begin()
+        states = prefetcher.states
+        for state in states:
+            prefetcher.planner.plan(state, prefetcher.forecast)
+            state.rerouter.tables.place(state.placement)
+        plans = {state.name: state.current.transfers for state in states}
+        states[0].transport.write({name: plan for name, plan in plans.items() if plan is not None})
+        monitor.prepare()
+        if monitor.recorder is not None:
+            monitor.recorder.measured()
+        if count:
+            monitor.expect()
+            prefetcher.planner.early.start(
+                states, monitor, prefetcher.meter, clock.counted_microbatches or 1
+            )
