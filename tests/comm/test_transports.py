@@ -121,7 +121,7 @@ def test_what_our_kernels_cannot_move_is_named() -> None:
     if plan.rank == 0:
         homes = [[torch.zeros(4, 3).t()]] * HOMES
         with pytest.raises(
-            ValueError, match="layer 1: parameters of own expert 1 are not contiguous"
+            ValueError, match="layer 1: parameters of own expert 0 are not contiguous"
         ):
             layer.transport.fetch(plan, homes, layer.weights, label="layer 1")
 
