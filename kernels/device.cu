@@ -22,6 +22,9 @@ struct Device {
   template <class Int>
   FSSDP_FN Int warp_sum(Int value) const { return sum_over<WARP>(value); }
   FSSDP_FN bool warp_any(bool value) const { return __any_sync(ALL_LANES, value) != 0; }
+  // Lanes of the warp with the same value, as bits.
+  FSSDP_FN u64 match(u32 value) const { return __match_any_sync(ALL_LANES, value); }
+  FSSDP_FN void sync_warp() const { __syncwarp(); }
   // Team: lanes of one warp that process the same rank.
   enum { LANES = 4 };
   FSSDP_FN i32 lanes() const { return LANES; }
@@ -180,6 +183,14 @@ extern "C" __global__ void __launch_bounds__(256, 4)
   fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, total, arrived);
 }
 
+extern "C" __global__ void __launch_bounds__(256, 4)
+    fssdp_count_choices(unsigned tokens, unsigned tile, unsigned experts, void* chosen, unsigned top, unsigned bits,
+                        int* within, int* before, int* loads, long long* total, unsigned* arrived) {
+  extern __shared__ int seen[];
+  fssdp::Device th;
+  fssdp::count_choices(th, {tokens, tile}, experts, {chosen, top, bits}, within, seen, before, loads, total, arrived);
+}
+
 // About one block per multiprocessor runs. Without the bound of 4 the compiler targets 8 blocks per
 // multiprocessor, and spills registers for it.
 #define FSSDP_REROUTE(BITS, TYPE)                                                                                     \
@@ -196,6 +207,21 @@ extern "C" __global__ void __launch_bounds__(256, 4)
     fssdp::Device th;                                                                                                 \
     const fssdp::Gradient<TYPE> out = {out_grad, row, column};                                                        \
     fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out, grad);               \
+  }                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(256, 4) fssdp_reroute_choices_##BITS(                                  \
+      unsigned tokens, unsigned tile, unsigned experts, unsigned columns, const int* before, const int* within,       \
+      const int* parts, void* chosen, unsigned top, unsigned bits, const TYPE* probs, void* out_chosen, TYPE* out) {  \
+    fssdp::Device th;                                                                                                 \
+    fssdp::reroute_choices<TYPE>(th, {tokens, tile}, experts, columns, before, within, parts, {chosen, top, bits},    \
+                                 probs, {out_chosen, top, bits}, out);                                                \
+  }                                                                                                                   \
+  extern "C" __global__ void __launch_bounds__(256, 4) fssdp_reroute_choices_gradient_##BITS(                         \
+      unsigned tokens, unsigned tile, unsigned experts, void* chosen, unsigned top, unsigned bits, void* out_chosen,  \
+      const TYPE* out_grad, unsigned long long row, unsigned long long column, TYPE* grad) {                          \
+    fssdp::Device th;                                                                                                 \
+    const fssdp::Gradient<TYPE> out = {out_grad, row, column};                                                        \
+    fssdp::reroute_choices_gradient<TYPE>(th, {tokens, tile}, experts, {chosen, top, bits}, {out_chosen, top, bits},  \
+                                          out, grad);                                                                 \
   }
 FSSDP_REROUTE(16, unsigned short)
 FSSDP_REROUTE(32, unsigned)

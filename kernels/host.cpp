@@ -66,6 +66,8 @@ class Host {
     return value;
   }
   bool warp_any(bool value) const { return value; }
+  u64 match(u32) const { return 1; }
+  void sync_warp() const {}
   i32 warp_teams() const { return 1; }
   i32 lanes() const { return 1; }
   i32 lane() const { return 0; }
@@ -238,6 +240,15 @@ void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigne
       [&](fssdp::Host& th) { fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, total, arrived); }, 1,
       1);
 }
+void fssdp_count_choices(unsigned tokens, unsigned tile, unsigned experts, void* chosen, unsigned top, unsigned bits,
+                         int* within, int* before, int* loads, long long* total, unsigned* arrived) {
+  std::vector<int> seen(experts);
+  const auto kernel = [&](fssdp::Host& th) {
+    fssdp::count_choices(th, {tokens, tile}, experts, {chosen, top, bits}, within, seen.data(), before, loads, total,
+                         arrived);
+  };
+  fssdp::launch(kernel, 1, 1);
+}
 #define FSSDP_REROUTE(BITS, TYPE)                                                                                     \
   void fssdp_reroute_##BITS(                                                                                          \
       unsigned tokens, unsigned tile, const int* group, const int* holders, const int* before, const int* parts,      \
@@ -254,6 +265,25 @@ void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigne
     const auto kernel = [&](fssdp::Host& th) {                                                                        \
       const fssdp::Gradient<TYPE> out = {out_grad, row, column};                                                      \
       fssdp::reroute_gradient<TYPE>(th, {tokens, tile}, experts, columns, before, parts, map, out, grad);             \
+    };                                                                                                                \
+    fssdp::launch(kernel, 1, 1);                                                                                      \
+  }                                                                                                                   \
+  void fssdp_reroute_choices_##BITS(                                                                                  \
+      unsigned tokens, unsigned tile, unsigned experts, unsigned columns, const int* before, const int* within,       \
+      const int* parts, void* chosen, unsigned top, unsigned bits, const TYPE* probs, void* out_chosen, TYPE* out) {  \
+    const auto kernel = [&](fssdp::Host& th) {                                                                        \
+      fssdp::reroute_choices<TYPE>(th, {tokens, tile}, experts, columns, before, within, parts, {chosen, top, bits},  \
+                                   probs, {out_chosen, top, bits}, out);                                              \
+    };                                                                                                                \
+    fssdp::launch(kernel, 1, 1);                                                                                      \
+  }                                                                                                                   \
+  void fssdp_reroute_choices_gradient_##BITS(                                                                         \
+      unsigned tokens, unsigned tile, unsigned experts, void* chosen, unsigned top, unsigned bits, void* out_chosen,  \
+      const TYPE* out_grad, unsigned long long row, unsigned long long column, TYPE* grad) {                          \
+    const auto kernel = [&](fssdp::Host& th) {                                                                        \
+      const fssdp::Gradient<TYPE> out = {out_grad, row, column};                                                      \
+      fssdp::reroute_choices_gradient<TYPE>(th, {tokens, tile}, experts, {chosen, top, bits}, {out_chosen, top, bits},\
+                                            out, grad);                                                               \
     };                                                                                                                \
     fssdp::launch(kernel, 1, 1);                                                                                      \
   }

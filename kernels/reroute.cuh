@@ -4,6 +4,10 @@
 // block to finish replaces the counts by prefix sums, the tokens before each tile, and writes the
 // source's loads. `reroute` processes one column of a physical expert per thread. A token belongs
 // to the column if its index among the tokens of its expert is in the holder's range.
+//
+// Where routers return indices of experts in place of a map, `count_choices` numbers each choice
+// within its tile and expert, and `reroute_choices` looks up the holder of each choice. Both read k
+// numbers per token. Probabilities have a column per expert in either form.
 #pragma once
 #include "gate.cuh"
 
@@ -23,19 +27,10 @@ enum { TOGETHER = 8 };
 // runs that could hide the latency of the loads.
 enum { TILES_TOGETHER = 8 };
 
-// Count tokens per tile and expert. `before`: [tiles, E] result, tokens before each tile; `loads`:
-// [E] result; `total`: [E] sum over several launches, to which the loads are added, or null; `map`:
-// [T, E] routing map; `arrived`: counter of blocks, zero before and after.
+// Replace the counts of tiles by prefix sums and write the loads, in the block that finishes last.
+// Arguments: as of `count_tokens`.
 template <class Thread>
-FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* map, i32* before, i32* loads, i64* total,
-                           u32* arrived) {
-  for (u32 tile = th.block(); tile < t.tiles(); tile += th.blocks())
-    for (u32 e = th.id(); e < experts; e += th.count()) {
-      i32 sum = 0;
-      FSSDP_UNROLL_8
-      for (u32 i = t.begin(tile); i < t.end(tile); ++i) sum += map[(u64)i * experts + e];
-      before[(u64)tile * experts + e] = sum;
-    }
+FSSDP_FN void sum_tiles(Thread& th, const Tokens& t, u32 experts, i32* before, i32* loads, i64* total, u32* arrived) {
   th.all(true);
   bool last = true;
   if (th.id() == 0) {
@@ -60,6 +55,22 @@ FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* m
     loads[e] = sum;
     if (total) total[e] += sum;
   }
+}
+
+// Count tokens per tile and expert. `before`: [tiles, E] result, tokens before each tile; `loads`:
+// [E] result; `total`: [E] sum over several launches, to which the loads are added, or null; `map`:
+// [T, E] routing map; `arrived`: counter of blocks, zero before and after.
+template <class Thread>
+FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* map, i32* before, i32* loads, i64* total,
+                           u32* arrived) {
+  for (u32 tile = th.block(); tile < t.tiles(); tile += th.blocks())
+    for (u32 e = th.id(); e < experts; e += th.count()) {
+      i32 sum = 0;
+      FSSDP_UNROLL_8
+      for (u32 i = t.begin(tile); i < t.end(tile); ++i) sum += map[(u64)i * experts + e];
+      before[(u64)tile * experts + e] = sum;
+    }
+  sum_tiles(th, t, experts, before, loads, total, arrived);
 }
 
 // Range [begin, end) of its expert's tokens that a physical expert computes.
@@ -146,6 +157,110 @@ FSSDP_FN void reroute_gradient(Thread& th, const Tokens& t, u32 experts, u32 col
       }
     }
   }
+}
+
+// Indices of experts, [T, k], of 16, 32 or 64 bits. A negative index is no choice. A token chooses
+// an expert once.
+struct Choices {
+  void* at;
+  u32 top, bits;  // top: k
+  // The index as u32: that of no choice is above all experts.
+  FSSDP_FN u32 load(u32 i) const {
+    return bits == 16 ? (u32)((const short*)at)[i] : bits == 32 ? ((const u32*)at)[i] : (u32)((const u64*)at)[i];
+  }
+  FSSDP_FN void store(u32 i, i32 index) const {
+    if (bits == 16) ((short*)at)[i] = (short)index;
+    else if (bits == 32) ((i32*)at)[i] = index;
+    else ((i64*)at)[i] = index;
+  }
+};
+
+// Count as `count_tokens` does, from choices. `within`: [T, k] result, choices of the same expert
+// in the same tile before each one; `seen`: [E] in shared memory. One warp numbers a tile's choices,
+// in their order.
+template <class Thread>
+FSSDP_FN void count_choices(Thread& th, const Tokens& t, u32 experts, const Choices& chosen, i32* within, i32* seen,
+                            i32* before, i32* loads, i64* total, u32* arrived) {
+  const u32 lanes = (u32)th.warp_size(), lane = (u32)th.in_warp();
+  for (u32 tile = th.block(); tile < t.tiles(); tile += th.blocks()) {
+    for (u32 e = th.id(); e < experts; e += th.count()) seen[e] = 0;
+    th.all(true);
+    const u32 end = th.warp() == 0 ? t.end(tile) * chosen.top : 0u;
+    for (u32 first = t.begin(tile) * chosen.top; first < end; first += TOGETHER * lanes) {
+      u32 expert[TOGETHER];
+      FSSDP_UNROLL
+      for (u32 i = 0; i < TOGETHER; ++i) {
+        const u32 choice = first + i * lanes + lane;
+        expert[i] = choice < end ? chosen.load(choice) : experts;
+      }
+      FSSDP_UNROLL
+      for (u32 i = 0; i < TOGETHER; ++i) {
+        const u64 same = th.match(expert[i]);
+        const bool is_chosen = expert[i] < experts;
+        const i32 place = is_chosen ? seen[expert[i]] + th.count_bits(same & ((1ull << lane) - 1)) : 0;
+        if (is_chosen) within[first + i * lanes + lane] = place;
+        th.sync_warp();
+        // the last of the lanes with this expert
+        if (is_chosen && same >> lane == 1) seen[expert[i]] = place + 1;
+        th.sync_warp();
+      }
+    }
+    th.all(true);
+    for (u32 e = th.id(); e < experts; e += th.count()) before[(u64)tile * experts + e] = seen[e];
+  }
+  sum_tiles(th, t, experts, before, loads, total, arrived);
+}
+
+// Zero `rows`, [T, width], and call each(tile, token, choice) for all choices, [T, k]. The rows of a
+// tile are complete before its first call.
+template <class Bits, class Thread, class Each>
+FSSDP_FN void over_choices(Thread& th, const Tokens& t, u32 top, u32 width, Bits* rows, Each each) {
+  for (u32 tile = th.block(); tile < t.tiles(); tile += th.blocks()) {
+    const u64 end = (u64)t.end(tile) * width;
+    for (u64 i = (u64)t.begin(tile) * width + th.id(); i < end; i += th.count()) rows[i] = 0;
+    th.all(true);
+    for (u32 i = t.begin(tile) * top + th.id(); i < t.end(tile) * top; i += th.count()) each(tile, i / top, i);
+  }
+}
+
+// Return the physical expert of the token with index `place` among those of `expert`.
+FSSDP_FN i32 physical_of(const Parts& p, u32 expert, i32 place) {
+  i32 first = p.begin[expert], last = p.begin[expert + 1] - 1;
+  while (first < last) {
+    const i32 middle = (first + last) / 2;
+    if (place < p.last[middle]) last = middle;
+    else first = middle + 1;
+  }
+  return p.physical[first];
+}
+
+// Write the physical expert of each choice, and the probabilities. `out_chosen`: [T, k]; `out`:
+// [T, R * P].
+template <class Bits, class Thread>
+FSSDP_FN void reroute_choices(Thread& th, const Tokens& t, u32 experts, u32 columns, const i32* before,
+                              const i32* within, const i32* parts, const Choices& chosen, const Bits* probs,
+                              const Choices& out_chosen, Bits* out) {
+  const Parts p = parts_at(parts, columns);
+  over_choices(th, t, chosen.top, columns, out, [&](u32 tile, u64 token, u32 choice) {
+    const u32 expert = chosen.load(choice);
+    i32 physical = -1;
+    if (expert < experts) {
+      physical = physical_of(p, expert, before[(u64)tile * experts + expert] + within[choice]);
+      out[token * columns + (u32)physical] = probs[token * experts + expert];
+    }
+    out_chosen.store(choice, physical);
+  });
+}
+
+// Compute the gradient of `probs`, [T, E], from the gradient of `out`, for `out_chosen`.
+template <class Bits, class Thread>
+FSSDP_FN void reroute_choices_gradient(Thread& th, const Tokens& t, u32 experts, const Choices& chosen,
+                                       const Choices& out_chosen, const Gradient<Bits>& out, Bits* grad) {
+  over_choices(th, t, chosen.top, experts, grad, [&](u32, u64 token, u32 choice) {
+    const u32 expert = chosen.load(choice);
+    if (expert < experts)
+      grad[token * experts + expert] = out.at[token * out.row + out_chosen.load(choice) * out.column];
+  });
 }
 
 }  // namespace fssdp

@@ -70,6 +70,12 @@ class Lanes : public Host {
     return (u64)warp_sum<i64>((i64)own);
   }
   bool warp_any(bool value) { return warp_sum<i64>(value) != 0; }
+  u64 match(u32 value) {
+    u64 same = 0;
+    for (i32 i = 0; i < warp_size(); ++i) same |= (u64)(over(value, i, i + 1) == value) << i;
+    return same;
+  }
+  void sync_warp() { warps_[warp()]->barrier.all(true); }
 
  private:
   // First lane of this lane's team, within the warp.
@@ -118,7 +124,7 @@ void compare(const char* what, const Array<T>& found, const Array<T>& expected) 
 int main(int argc, char** argv) {
   file = argc == 2 ? std::fopen(argv[1], "rb") : nullptr;
   if (!file) return 2;
-  enum { THREADS, LANES, BLOCKS, TOKENS, TILE, OWN, RANK, WORK, SHARED, EXPERTS, COLUMNS };
+  enum { THREADS, LANES, BLOCKS, TOKENS, TILE, OWN, RANK, WORK, SHARED, EXPERTS, COLUMNS, TOP, BITS };
   const Array<i32> head, group, holders, loads, parts_wanted;
   const Array<u8> map;
   const Array<i32> before_wanted, loads_wanted;
@@ -126,6 +132,9 @@ int main(int argc, char** argv) {
   const Array<u8> out_map_wanted;
   const Array<u32> out_wanted, out_grad, grad_wanted;
   const Array<i64> exchange_wanted;
+  const Array<u8> indices;
+  const Array<i32> within_wanted;
+  const Array<u8> physical_wanted;
   const i32* n = head.at;
   const Tokens tokens = {(u32)n[TOKENS], (u32)n[TILE]};
 
@@ -135,16 +144,17 @@ int main(int argc, char** argv) {
   // The kernel does not write the entries past the last holder.
   std::memcpy(parts.at, parts_wanted.at, parts.bytes);
   for (i32 c = 0; c < holders.at[1 + n[EXPERTS]]; ++c) parts.at[c] = -1;
-  std::vector<Warp*> warps;
+  const u32 blocks = (u32)n[BLOCKS], threads = (u32)n[THREADS], experts = (u32)n[EXPERTS];
+  std::vector<std::vector<Warp*>> warps(blocks);
   const i32 in_warp = n[LANES] * teams_of_warp(n[THREADS] / n[LANES]);
-  for (i32 i = 0; i < n[THREADS] / in_warp; ++i) warps.push_back(new Warp((u32)in_warp));
+  for (auto& own : warps)
+    for (i32 i = 0; i < n[THREADS] / in_warp; ++i) own.push_back(new Warp((u32)in_warp));
   const auto solve = [&](Host& host) {
-    Lanes th(host, n[LANES], warps);
+    Lanes th(host, n[LANES], warps[0]);
     quotas(th, group.at, holders.at, loads.at, work.at, shared.at, (u32)n[SHARED], n[OWN], n[RANK], parts.at,
            exchanged.at);
   };
-  launch(solve, 1, (u32)n[THREADS]);
-  for (Warp* warp : warps) delete warp;
+  launch(solve, 1, threads);
   compare("parts", parts, parts_wanted);
   compare("exchange", exchanged, exchange_wanted);
 
@@ -153,9 +163,9 @@ int main(int argc, char** argv) {
   Array<i64> total(8 * (u64)n[EXPERTS]), begun(8 * (u64)n[EXPERTS]);
   for (i32 e = 0; e < n[EXPERTS]; ++e) total.at[e] = begun.at[e] = (1ll << 40) + e;
   const auto count = [&](Host& th) {
-    count_tokens(th, tokens, (u32)n[EXPERTS], map.at, before.at, own_loads.at, total.at, &arrived);
+    count_tokens(th, tokens, experts, map.at, before.at, own_loads.at, total.at, &arrived);
   };
-  for (int again = 0; again < 2; ++again) launch(count, (u32)n[BLOCKS], (u32)n[THREADS]);
+  for (int again = 0; again < 2; ++again) launch(count, blocks, threads);
   compare("tokens before tiles", before, before_wanted);
   compare("loads", own_loads, loads_wanted);
   for (i32 e = 0; e < n[EXPERTS]; ++e) total.at[e] -= 2 * (i64)loads_wanted.at[e];
@@ -166,16 +176,51 @@ int main(int argc, char** argv) {
   const auto forward = [&](Host& th) {
     reroute<u32>(th, tokens, group.at, holders.at, before.at, parts.at, map.at, probs.at, 0u, out_map.at, out.at);
   };
-  launch(forward, (u32)n[BLOCKS], (u32)n[THREADS]);
+  launch(forward, blocks, threads);
   compare("routing map", out_map, out_map_wanted);
   compare("probabilities", out, out_wanted);
   const auto backward = [&](Host& th) {
     const Gradient<u32> gradient = {out_grad.at, 1, tokens.tokens};  // column by column
-    const u32 experts = (u32)n[EXPERTS], columns = (u32)n[COLUMNS];
-    reroute_gradient<u32>(th, tokens, experts, columns, before.at, parts.at, map.at, gradient, grad.at);
+    reroute_gradient<u32>(th, tokens, experts, (u32)n[COLUMNS], before.at, parts.at, map.at, gradient, grad.at);
   };
-  launch(backward, (u32)n[BLOCKS], (u32)n[THREADS]);
+  launch(backward, blocks, threads);
   compare("gradient", grad, grad_wanted);
+
+  // The same tokens as indices.
+  const Choices chosen = {indices.at, (u32)n[TOP], (u32)n[BITS]};
+  Array<i32> within(within_wanted.bytes / 4), seen((u64)blocks * experts);
+  std::memset(before.at, 0xab, before.bytes), std::memset(own_loads.at, 0xab, own_loads.bytes);
+  const auto count_indices = [&](Host& host) {
+    Lanes th(host, n[LANES], warps[host.block()]);
+    count_choices(th, tokens, experts, chosen, within.at, seen.at + host.block() * experts, before.at, own_loads.at,
+                  total.at, &arrived);
+  };
+  for (int again = 0; again < 2; ++again) launch(count_indices, blocks, threads);
+  compare("choices before tiles", before, before_wanted);
+  compare("loads of choices", own_loads, loads_wanted);
+  for (i32 e = 0; e < n[EXPERTS]; ++e) total.at[e] -= 2 * (i64)loads_wanted.at[e];
+  compare("sum of two counts of choices", total, begun);
+  for (u32 i = 0; i < tokens.tokens * chosen.top; ++i)
+    if (chosen.load(i) >= experts) within.at[i] = within_wanted.at[i];
+  compare("choices before each one", within, within_wanted);
+  Array<u8> physical(physical_wanted.bytes);
+  const Choices out_chosen = {physical.at, chosen.top, chosen.bits};
+  std::memset(out.at, 0xab, out.bytes), std::memset(grad.at, 0xab, grad.bytes);
+  const auto forward_choices = [&](Host& th) {
+    reroute_choices<u32>(th, tokens, experts, (u32)n[COLUMNS], before.at, within.at, parts.at, chosen, probs.at,
+                         out_chosen, out.at);
+  };
+  launch(forward_choices, blocks, threads);
+  compare("physical experts", physical, physical_wanted);
+  compare("probabilities of choices", out, out_wanted);
+  const auto backward_choices = [&](Host& th) {
+    const Gradient<u32> gradient = {out_grad.at, 1, tokens.tokens};
+    reroute_choices_gradient<u32>(th, tokens, experts, chosen, out_chosen, gradient, grad.at);
+  };
+  launch(backward_choices, blocks, threads);
+  compare("gradient of choices", grad, grad_wanted);
+  for (auto& own : warps)
+    for (Warp* warp : own) delete warp;
   std::fclose(file);
   std::puts("OK");
 }

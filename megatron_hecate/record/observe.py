@@ -186,7 +186,7 @@ class Observer:
         clock.enter(layer)
 
     def add(self, layer: int, routing_map: torch.Tensor) -> None:
-        """Count the tokens of a router's training forward, by its ``routing_map`` [T, E]."""
+        """Count the tokens of a router's training forward, by its map [T, E] or indices [T, k]."""
         self.counts.add(layer, routing_map)
         self._has_counted = True
 

@@ -4,6 +4,10 @@ The router chooses among E experts. A second instance of Megatron's dispatcher i
 *physical* experts. Each token's choice of an expert becomes a choice of one of its holders: the
 tokens of a source for one expert are split in their order, the first holder's quota first, then the
 second's. The kernels are in ``kernels/reroute.cuh``.
+
+Routes have one of two forms: a routing map, [T, E] bool, or the index of the expert of each choice,
+[T, k], negative for none, which newer routers write for the dispatcher ``flex``. Rerouted routes
+have the same form. Probabilities have a column per expert in either form, as Megatron's have.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_hecate.device.autograd import direct_apply, lasting_tensors
-from megatron_hecate.device.launch import Kernels
+from megatron_hecate.device.launch import Argument, Kernels
 from megatron_hecate.plan import Placement, World
 from megatron_hecate.routing.quotas import Exchange, QuotaTables
 from megatron_hecate.routing.tables import GroupShape
@@ -29,42 +33,57 @@ MOST_TILES: int = 128
 # tokens
 LEAST_TILE: int = 32
 BITS = {torch.bfloat16: 16, torch.float16: 16, torch.float32: 32, torch.float64: 64}
+INDEX_BITS = {torch.int16: 16, torch.int32: 32, torch.int64: 64}
 
 
 class CountedTokens:
     """Token counts of one source, by one kernel launch.
 
     Args:
-        routing_map: experts of each token, [T, E] bool.
+        routes: routing map or indices.
         kernels: kernels of its device.
         total: [E] int64 sum to which the launch adds the loads.
+        num_experts: E, for indices.
 
     Attributes:
-        routing_map: contiguous.
+        routes: contiguous.
         tile: tokens per tile.
         before: [tiles, E] int32, tokens for an expert before each tile of tokens.
+        within: for indices, [T, k] int32, tokens for the expert of each choice before it in its
+            tile.
         loads: [E] int32, tokens for an expert in all tiles.
     """
 
-    def __init__(self, routing_map: Tensor, kernels: Kernels, total: Tensor | None = None) -> None:
-        self.routing_map = routing_map = routing_map.contiguous()
-        num_tokens, num_experts = routing_map.shape
+    def __init__(
+        self,
+        routes: Tensor,
+        kernels: Kernels,
+        total: Tensor | None = None,
+        *,
+        num_experts: int | None = None,
+    ) -> None:
+        self.routes = routes = routes.contiguous()
+        num_tokens = len(routes)
+        if routes.dtype is torch.bool:
+            kernel, num_experts, shared_bytes = "fssdp_count", routes.shape[1], 0
+            self.within, form = None, _addresses(routes)
+        else:
+            assert num_experts is not None, "indices do not tell the number of experts"
+            kernel, shared_bytes = "fssdp_count_choices", 4 * num_experts
+            self.within = routes.new_empty(routes.shape, dtype=torch.int32)
+            form = [*_choices(routes), *_addresses(self.within)]
         self.tile = max(LEAST_TILE, -(-num_tokens // MOST_TILES))
         tiles = max(1, -(-num_tokens // self.tile))
-        self.before = routing_map.new_empty((tiles, num_experts), dtype=torch.int32)
-        self.loads = routing_map.new_empty(num_experts, dtype=torch.int32)
+        self.before = routes.new_empty((tiles, num_experts), dtype=torch.int32)
+        self.loads = routes.new_empty(num_experts, dtype=torch.int32)
         kernels.launch(
-            "fssdp_count",
-            c_uint(num_tokens),
-            c_uint(self.tile),
-            c_uint(num_experts),
-            c_void_p(routing_map.data_ptr()),
-            c_void_p(self.before.data_ptr()),
-            c_void_p(self.loads.data_ptr()),
-            c_void_p(None if total is None else total.data_ptr()),
-            c_void_p(_arrivals(routing_map.device).data_ptr()),
+            kernel,
+            *map(c_uint, (num_tokens, self.tile, num_experts)),
+            *form,
+            *_addresses(self.before, self.loads, total, _arrivals(routes.device)),
             blocks=tiles,
             threads=THREADS,
+            shared_bytes=shared_bytes,
         )
 
 
@@ -85,20 +104,33 @@ def reroute(
         probs: [T, E] routing probabilities, differentiable.
         tables: tables of the placement.
         parts: result of `QuotaTables.parts`.
-        never_zero: whether to raise the probability of a chosen expert to at least the dtype's
-            smallest normal number.
+        never_zero: whether to raise the probability of an expert chosen by a map to at least the
+            dtype's smallest normal number.
 
     Returns:
-        [T, R * P] bool routing map and [T, R * P] probabilities over physical experts.
+        Routes over physical experts, [T, R * P] bool or [T, k] indices of the given dtype, and
+        [T, R * P] probabilities.
     """
     if probs.dtype not in BITS:
         raise ValueError(
             f"routing probabilities are {probs.dtype}; FSSDP takes {', '.join(map(str, BITS))}"
         )
+    if counted.within is not None:
+        return _reroute_choices(probs, counted, tables, parts)
     # Bit pattern of the smallest normal number: 1 above the bits of the mantissa. Positive
     # floating-point numbers compare like their bits, so the kernel compares integers.
     smallest = round(1 / torch.finfo(probs.dtype).eps) if never_zero else 0
     return _reroute(probs, counted, tables, parts, smallest)
+
+
+def _addresses(*tensors: Tensor | None) -> list[Argument]:
+    return [c_void_p(None if tensor is None else tensor.data_ptr()) for tensor in tensors]
+
+
+def _choices(indices: Tensor) -> list[Argument]:
+    """Return the kernels' arguments for ``indices``, [T, k]."""
+    top, bits = c_uint(indices.shape[1]), c_uint(INDEX_BITS[indices.dtype])
+    return [*_addresses(indices), top, bits]
 
 
 class _Reroute(torch.autograd.Function):
@@ -112,7 +144,7 @@ class _Reroute(torch.autograd.Function):
         smallest: int,
     ) -> tuple[Tensor, Tensor]:
         shape = (probs.shape[0], tables.shape.num_physical)
-        routing_map = counted.routing_map
+        routing_map = counted.routes
         physical_map = routing_map.new_empty(shape)
         physical_probs = probs.new_empty(shape)
         # kept until the launch
@@ -122,13 +154,9 @@ class _Reroute(torch.autograd.Function):
             c_uint(shape[0]),
             c_uint(counted.tile),
             *tables.at,
-            c_void_p(counted.before.data_ptr()),
-            c_void_p(parts.data_ptr()),
-            c_void_p(routing_map.data_ptr()),
-            c_void_p(probs.data_ptr()),
+            *_addresses(counted.before, parts, routing_map, probs),
             c_ulonglong(smallest),
-            c_void_p(physical_map.data_ptr()),
-            c_void_p(physical_probs.data_ptr()),
+            *_addresses(physical_map, physical_probs),
             blocks=counted.before.shape[0] * -(-shape[1] // THREADS),
             threads=THREADS,
         )
@@ -141,27 +169,64 @@ class _Reroute(torch.autograd.Function):
     def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         routing_map, offsets, parts = ctx.saved_tensors
         num_tokens, num_experts = routing_map.shape
-        grad_map = torch.empty(routing_map.shape, dtype=grad.dtype, device=grad.device)
+        grad_probs = torch.empty(routing_map.shape, dtype=grad.dtype, device=grad.device)
         ctx.kernels.launch(
             f"fssdp_reroute_gradient_{BITS[grad.dtype]}",
-            c_uint(num_tokens),
-            c_uint(ctx.tile),
-            c_uint(num_experts),
-            c_uint(grad.shape[1]),
-            c_void_p(offsets.data_ptr()),
-            c_void_p(parts.data_ptr()),
-            c_void_p(routing_map.data_ptr()),
-            c_void_p(grad.data_ptr()),
+            *map(c_uint, (num_tokens, ctx.tile, num_experts, grad.shape[1])),
+            *_addresses(offsets, parts, routing_map, grad),
             # strides, because Megatron's gradient is column-major
             *map(c_ulonglong, grad.stride()),
-            c_void_p(grad_map.data_ptr()),
+            *_addresses(grad_probs),
             blocks=offsets.shape[0] * -(-num_experts // THREADS),
             threads=THREADS,
         )
-        return grad_map, None, None, None, None
+        return grad_probs, None, None, None, None
+
+
+class _RerouteChoices(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, probs: Tensor, counted: CountedTokens, tables: QuotaTables, parts: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        indices, num_physical = counted.routes, tables.shape.num_physical
+        physical = torch.empty_like(indices)
+        physical_probs = probs.new_empty((len(probs), num_physical))
+        # kept until the launch
+        probs = probs.contiguous()
+        tables.kernels.launch(
+            f"fssdp_reroute_choices_{BITS[probs.dtype]}",
+            *map(c_uint, (len(probs), counted.tile, probs.shape[1], num_physical)),
+            *_addresses(counted.before, counted.within, parts),
+            *_choices(indices),
+            *_addresses(probs, physical, physical_probs),
+            blocks=len(counted.before),
+            threads=THREADS,
+        )
+        ctx.mark_non_differentiable(physical)
+        ctx.save_for_backward(indices, physical)
+        ctx.kernels, ctx.tile, ctx.tiles = tables.kernels, counted.tile, len(counted.before)
+        ctx.shape = probs.shape
+        return physical, physical_probs
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        indices, physical = ctx.saved_tensors
+        grad_probs = grad.new_empty(ctx.shape)
+        ctx.kernels.launch(
+            f"fssdp_reroute_choices_gradient_{BITS[grad.dtype]}",
+            *map(c_uint, (len(indices), ctx.tile, ctx.shape[1])),
+            *_choices(indices),
+            *_addresses(physical, grad),
+            *map(c_ulonglong, grad.stride()),
+            *_addresses(grad_probs),
+            blocks=ctx.tiles,
+            threads=THREADS,
+        )
+        return grad_probs, None, None, None
 
 
 _reroute = direct_apply(_Reroute)
+_reroute_choices = direct_apply(_RerouteChoices)
 
 
 def _arrivals(device: torch.device) -> Tensor:
@@ -223,26 +288,26 @@ class Rerouter:
         # The first dispatch of both backends allocates one buffer for all layers, sized by the
         # number of experts, so dispatches must use physical experts from the start.
         self.always_physical = backend in ("hybridep", "ncclep")
-        # both backends choose a token's experts by its largest probabilities
+        # from a map, both backends choose a token's experts by its largest probabilities
         self._by_probability = backend in ("deepep", "ncclep")
         self._padded = config.moe_pad_expert_input_to_capacity
         self._exchanges = exchanges
 
-    def count(
-        self, routing_map: Tensor, probs: Tensor, total: Tensor | None = None
-    ) -> CountedTokens:
-        """Count this source's tokens in ``routing_map``, without the padding to capacity.
+    def count(self, routes: Tensor, probs: Tensor, total: Tensor | None = None) -> CountedTokens:
+        """Count this source's tokens in ``routes``, without the padding to capacity.
 
         Padding entries have probability zero, so they change neither outputs nor gradients.
 
         Args:
-            routing_map: [T, E] bool.
+            routes: routing map or indices; with padding to capacity a map.
             probs: [T, E] routing probabilities.
             total: see `CountedTokens`.
         """
         if self._padded:
-            routing_map = routing_map & (probs.detach() != 0)
-        return CountedTokens(routing_map, self._kernels, total)
+            routes = routes & (probs.detach() != 0)
+        return CountedTokens(
+            routes, self._kernels, total, num_experts=self.tables.shape.num_experts
+        )
 
     def reroute(
         self, probs: Tensor, counted: CountedTokens, loads: Tensor | None
@@ -270,8 +335,8 @@ class Rerouter:
             parts, exchange = tables.parts_and_exchange(loads, self._source)
         else:
             parts = tables.parts(loads, self._source)
-        # A backend that chooses by probability would replace a chosen expert of probability zero by
-        # any physical expert, even an empty slot.
+        # A backend that chooses by probability would replace an expert of probability zero, chosen
+        # by a map, by any physical expert, even an empty slot.
         rerouted = reroute(counted, probs, tables, parts, never_zero=self._by_probability)
         return *rerouted, exchange
 

@@ -98,7 +98,7 @@ class FSSDPLayer:
             self.begin()
         probs, routing_map = super().route(hidden_states, *args, **kwargs)
         if routing_map is not None:
-            self.fssdp.check_routes(routing_map)
+            self.fssdp.check_routes(probs, routing_map)
         return probs, routing_map
 
     def preprocess(

@@ -31,7 +31,7 @@ from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import LIFETIMES, ReplicaSlots
 from megatron_hecate.replicas.layer_replicas import Replicas
-from megatron_hecate.routing.reroute import Rerouter
+from megatron_hecate.routing.reroute import INDEX_BITS, Rerouter
 
 
 class Uncopied:
@@ -182,14 +182,21 @@ class LayerState(Uncopied):
             self.finish_backward(current.replicas)
             current.replicas = None
 
-    def check_routes(self, routing_map: Tensor) -> None:
-        """Raise a ValueError if a custom router returns anything but a bool map [T, E]."""
-        experts = self.homes.num_experts
-        if routing_map.dtype is not torch.bool or routing_map.shape[-1:] != (experts,):
+    def check_routes(self, probs: Tensor, routes: Tensor) -> None:
+        """Raise a ValueError if a router returns routes that cannot be rerouted."""
+        layer, experts = self.parts.layer, self.homes.num_experts
+        if routes.dtype is torch.bool:
+            is_known = routes.shape[-1:] == (experts,)
+        else:
+            takes_indices = layer.config.moe_token_dispatcher_type == "flex"
+            is_known = takes_indices and routes.dtype in INDEX_BITS and routes.dim() == 2
+        if not is_known or probs.shape[-1:] != (experts,):
             raise ValueError(
-                f"{self.name}: {type(self.parts.layer.router).__name__} returned a routing map of "
-                f"{routing_map.dtype} {list(routing_map.shape)}, FSSDP reads a bool map over "
-                f"{experts} experts; use Megatron's TopKRouter, or leave --moe-fssdp off"
+                f"{self.name}: {type(layer.router).__name__} returned a routing map of "
+                f"{routes.dtype} {list(routes.shape)}, and probabilities {list(probs.shape)}; "
+                f"FSSDP reads probabilities of {experts} experts with a bool map over them or, for "
+                "the dispatcher flex, indices [tokens, k] in int16, int32 or int64; use Megatron's "
+                "TopKRouter, or leave --moe-fssdp off"
             )
 
     @property

@@ -86,6 +86,11 @@ def test_routing(tp_size: int) -> None:
     kernels = ("fssdp_count", "fssdp_quotas", "fssdp_reroute_64", "fssdp_reroute_gradient_64")
     counts = {driver.launched.count(name) for name in kernels}
     assert counts == {5 * 4 * tp_size}, "one launch of each, for each source"
+    driver.clear()
+    check_every_token(1, tp_size=tp_size, indices=torch.int16)
+    forms = ("count_choices", "quotas", "reroute_choices_64", "reroute_choices_gradient_64")
+    assert {driver.launched.count(f"fssdp_{name}") for name in forms} == {4 * tp_size}
+    assert not driver.faults, driver.log
 
 
 @ranks(1)

@@ -60,6 +60,16 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "sums have 32 bits": ("reroute.cuh", "if (total) total[e] += sum;", "if (total) total[e] = (i32)total[e] + sum;", "address"),
     "a holder takes one token too many": ("reroute.cuh", "part.begin <= place && place < part.end", "part.begin <= place && place <= part.end", "address"),
     "places are counted by holder": ("reroute.cuh", "        place += chosen[i];", "        place += own;", "address"),
+    "counts of choices begin as they were": ("reroute.cuh", "e += th.count()) seen[e] = 0;", "e += th.count()) seen[e] += 0;", "address"),
+    "choices are read past the last tile": ("reroute.cuh", "choice < end ? chosen.load(choice) : experts", "chosen.load(choice)", "address"),
+    "the first lane with an expert counts it": ("reroute.cuh", "same >> lane == 1", "!(same & ((1ull << lane) - 1))", "address"),
+    "counts of choices are written while they are read": ("reroute.cuh", "        th.sync_warp();\n        // the last", "        // the last", "thread"),
+    "all warps count": ("reroute.cuh", "th.warp() == 0 ? t.end(tile) * chosen.top : 0u", "t.end(tile) * chosen.top", "thread"),
+    "rows are zeroed beside their choices": ("reroute.cuh", "rows[i] = 0;\n    th.all(true);\n", "rows[i] = 0;\n", "thread"),
+    "choices are placed within their tile": ("reroute.cuh", "before[(u64)tile * experts + expert] + within[choice]", "within[choice]", "address"),
+    "a holder of choices takes one too many": ("reroute.cuh", "if (place < p.last[middle])", "if (place <= p.last[middle])", "address"),
+    "no choice becomes the first expert": ("reroute.cuh", "i32 physical = -1;", "i32 physical = 0;", "address"),
+    "gradients of choices come from the first holder": ("reroute.cuh", "out_chosen.load(choice) * out.column", "0 * out.column", "address"),
     "gradients come from the holder before": ("reroute.cuh", "place >= p.last[c]) ++c;", "place > p.last[c]) ++c;", "address"),
 }
 # fmt: on

@@ -15,8 +15,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from gate_mutations import MUTATIONS
 from plan_cases import chain, some_homes, some_replicas, some_world
+from rerouting_cases import as_indices
 
 from megatron_hecate.device.compile import SOURCES
 from megatron_hecate.plan import Placement, World
@@ -78,10 +80,11 @@ class Block:
         draw = functools.partial(rng.integers, 1, 2**31, dtype=np.uint32)
         probs, out_grad = draw(size=(tokens, experts)), draw(size=(tokens, most))
         out, grad = np.zeros((tokens, most), np.uint32), np.zeros((tokens, experts), np.uint32)
-        place = np.zeros(experts, np.int64)
+        place, physical_of = np.zeros(experts, np.int64), {}
         for token, expert in np.argwhere(chosen):
             last = parts[begin[expert] : begin[expert + 1]]
             physical = order.physical[begin[expert] + np.flatnonzero(place[expert] < last)[0]]
+            physical_of[token, expert] = physical
             place[expert] += 1
             out[token, physical] = probs[token, expert]
             grad[token, expert] = out_grad[token, physical]
@@ -91,11 +94,21 @@ class Block:
         shared = shape.shared_bytes(self.threads) if rng.random() < 0.75 else 0
         own = int(np.flatnonzero(shape.order == rank)[0])
         head = [self.threads, self.lanes, self.blocks, tokens, TILE, own, rank]
-        head += [shape.work_size(self.threads), shared, experts, most]
+        indices = as_indices(
+            chosen, torch.int64, top=int(chosen.sum(axis=1).max(initial=1))
+        ).numpy()
+        bits = int(rng.choice([16, 32, 64]))
+        head += [shape.work_size(self.threads), shared, experts, most, indices.shape[1], bits]
         arrays = [np.array(head, np.int32), shape.table()]
         arrays += [HolderOrder(self.placement, shape).table(), loads, parts, chosen]
         arrays += [np.array(before, np.int32), loads[rank], probs, out > 0, out, out_grad.T, grad]
         arrays.append(exchange(tokens_of, rank, shape.slots_per_rank))
+        within, physical = np.zeros(indices.shape, np.int32), np.full(indices.shape, -1)
+        for token, i in np.argwhere(indices >= 0):
+            expert, first = indices[token, i], token // TILE * TILE
+            within[token, i] = chosen[first:token, expert].sum()
+            physical[token, i] = physical_of[token, expert]
+        arrays += [indices.astype(f"i{bits // 8}"), within, physical.astype(f"i{bits // 8}")]
         contents = [np.uint64(a.nbytes).tobytes() + a.tobytes() for a in arrays]
         path.write_bytes(b"".join(contents))
 

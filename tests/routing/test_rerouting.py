@@ -9,7 +9,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import ranks
-from rerouting_cases import EXPERTS, RANKS, TOKENS, check_every_token
+from rerouting_cases import (
+    EXPERTS,
+    RANKS,
+    TOKENS,
+    as_indices,
+    as_map,
+    check_every_token,
+    some_placement,
+)
 from seeds import seeds
 
 from megatron_hecate.device.launch import Kernels
@@ -41,8 +49,60 @@ def test_a_count_adds_to_a_sum() -> None:
 
 
 @pytest.mark.fast
-def test_sources_without_tokens() -> None:
-    check_every_token(4, tokens=(TOKENS, 0, TOKENS, 0))
+@pytest.mark.parametrize("indices", [None, torch.int64])
+def test_sources_without_tokens(indices: torch.dtype | None) -> None:
+    check_every_token(4, tokens=(TOKENS, 0, TOKENS, 0), indices=indices)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("indices", [torch.int16, torch.int32, torch.int64])
+@seeds(4)
+def test_indices_become_those_of_holders(seed: int, indices: torch.dtype) -> None:
+    check_every_token(seed, tp_size=1 + seed % 2, indices=indices)
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("indices", [torch.int16, torch.int64])
+@pytest.mark.parametrize(("top", "tokens"), [(1, 0), (1, 4999), (3, 1), (3, 4999), (EXPERTS, 333)])
+def test_indices_are_routed_as_a_map(
+    top: int, tokens: int, indices: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Several tiles of tokens, every choice of which goes to as few experts as there can be; some tokens are padding.
+    Oracle: the other form, of which the loop above is the oracle."""
+    rng = np.random.default_rng(top)
+    chosen = np.zeros((tokens, EXPERTS), dtype=bool)
+    chosen[:, :top] = True
+    chosen[rng.random(tokens) < 0.1] = False
+    placement, world = some_placement(rng, 6), World((0, 0, 1, 1))
+    config = SimpleNamespace(
+        moe_token_dispatcher_type="flex",
+        moe_flex_dispatcher_backend="hybridep",
+        moe_pad_expert_input_to_capacity=False,
+    )
+    group = SimpleNamespace(size=lambda: RANKS, rank=lambda: 2)
+    dispatcher = SimpleNamespace(tp_ep_group=group, tp_size=1, config=config)
+    rerouter = Rerouter(dispatcher, world, placement, torch.device("cpu"))
+    rerouter.tables.place(placement)
+    probs = (torch.rand(tokens, EXPERTS) * torch.from_numpy(chosen)).to(dtype).requires_grad_()
+    results = []
+    for routes in (torch.from_numpy(chosen), as_indices(chosen, indices, top=top)):
+        total = torch.ones(EXPERTS, dtype=torch.int64)
+        counted = rerouter.count(routes, probs, total)
+        # all other sources have as many tokens
+        loads = counted.loads.repeat(RANKS, 1)
+        physical, physical_probs, _ = rerouter.reroute(probs, counted, loads)
+        weights = torch.arange(physical_probs.numel()).view_as(physical_probs) % 97 + 1
+        # column by column, as Megatron's permutation returns it
+        given = weights.to(dtype).t().contiguous().t()
+        (grad,) = torch.autograd.grad(physical_probs, probs, given)
+        if routes.dtype is not torch.bool:
+            assert physical.dtype == indices and physical.shape == routes.shape
+            assert torch.equal(physical < 0, routes < 0)
+            physical = as_map(physical, physical_probs.shape[1])
+        results.append((counted.loads, total, physical, physical_probs, grad))
+    for by_map, by_indices in zip(*results, strict=True):
+        assert torch.equal(by_map, by_indices)
 
 
 @pytest.mark.fast

@@ -11,8 +11,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-NAMES = """flex_backends graphs_on_cpu grouped_tensors_on_cpu loops operators_on_cpu quantizers_on_cpu restarts te_on_cpu
-    static_experts tex_on_cpu tiny_gpt tiny_hybrid""".split()
+NAMES = """dense_routes flex_backends graphs_on_cpu grouped_tensors_on_cpu loops operators_on_cpu quantizers_on_cpu
+    restarts static_experts te_on_cpu tex_on_cpu tiny_gpt tiny_hybrid""".split()
 
 
 class LazyModule(ModuleType):

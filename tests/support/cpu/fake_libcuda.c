@@ -23,7 +23,7 @@ typedef struct {
   unsigned params, size[MAX_PARAMS], max_threads;
   unsigned most_shared;  // bytes of dynamic shared memory that a launch may ask for
   int meets;             // waits for other ranks: takes a Transfer
-  int (*host)(long, long, long, long, long, long, long, long, long, long, long, long);
+  int (*host)(long, long, long, long, long, long, long, long, long, long, long, long, long);
 } Kernel;
 
 static struct {
@@ -186,7 +186,7 @@ static CUresult launch(CUfunction f, unsigned gx, unsigned gy, unsigned gz, unsi
   for (unsigned i = 0; i < given; ++i) memcpy(a + i, params[i], k->size[i]);
   if (k->meets && given == 3) a[3] = gx < 2 ? gx : 2, a[4] = 1;  // the host's blocks and threads
   // A C function ignores arguments that it does not take.
-  const int failed = k->host(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11]);
+  const int failed = k->host(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12]);
   if (k->meets && failed) fake.failed = 1;
   return CUDA_SUCCESS;
 }
@@ -200,7 +200,7 @@ typedef struct {
 static void* run_rank(void* of) {
   Rank* r = of;
   const long* a = r->argument;
-  r->failed = r->kernel->host(a[0], a[1], a[2], a[3], a[4], 0, 0, 0, 0, 0, 0, 0);
+  r->failed = r->kernel->host(a[0], a[1], a[2], a[3], a[4], 0, 0, 0, 0, 0, 0, 0, 0);
   return NULL;
 }
 

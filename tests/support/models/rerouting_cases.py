@@ -38,8 +38,29 @@ def some_routing_map(rng: np.random.Generator, hot: int, *, tokens: int = TOKENS
     return chosen
 
 
-def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = (TOKENS,)) -> None:
-    """Compare with the loop, for all sources in turn, which have so many ``tokens`` each, repeated."""
+def as_indices(routing_map: np.ndarray, dtype: torch.dtype, *, top: int = TOP) -> torch.Tensor:
+    """[T, k] experts of each token in an order that says nothing, -1 where there are fewer; see `dense_routes`."""
+    experts = np.argsort(~routing_map, axis=1, kind="stable")[:, :top]
+    chosen = np.where(np.take_along_axis(routing_map, experts, axis=1), experts, -1)
+    order = np.argsort((chosen * 7 + np.arange(len(chosen))[:, None]) % 11, axis=1)
+    return torch.from_numpy(np.take_along_axis(chosen, order, axis=1)).to(dtype)
+
+
+def as_map(indices: torch.Tensor, columns: int) -> torch.Tensor:
+    """[T, columns] bool, of indices [T, k] that are below 0 where there is none."""
+    routing_map = torch.zeros(len(indices), columns + 1, dtype=torch.bool)
+    return routing_map.scatter_(1, indices.long() % (columns + 1), True)[:, :columns]
+
+
+def check_every_token(
+    seed: int,
+    *,
+    tp_size: int = 1,
+    tokens: tuple[int, ...] = (TOKENS,),
+    indices: torch.dtype | None = None,
+) -> None:
+    """Compare with the loop, for all sources in turn, which have so many ``tokens`` each, repeated. Routes are maps or
+    ``indices`` of this type."""
     rng = np.random.default_rng(seed)
     placement, world, sources = some_placement(rng, seed), World((0, 0, 1, 1)), RANKS * tp_size
     maps = [some_routing_map(rng, seed, tokens=tokens[n % len(tokens)]) for n in range(sources)]
@@ -58,8 +79,13 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
         probs = torch.rand(routing_map.shape, dtype=torch.float64) * routing_map
         probs.requires_grad_()
         rerouter.tables.place(placement)
-        counted = rerouter.count(routing_map, probs)
+        routes = routing_map if indices is None else as_indices(maps[source], indices)
+        counted = rerouter.count(routes, probs)
         physical_map, physical_probs, exchange = rerouter.reroute(probs, counted, loads)
+        physical_routes = physical_map
+        if indices is not None:
+            assert physical_routes.dtype == indices
+            physical_map = as_map(physical_routes, RANKS * placement.slots_per_rank)
         routed.append(physical_map.cpu().sum(dim=0))
         exchanges.append(exchange)
 
@@ -78,6 +104,12 @@ def check_every_token(seed: int, *, tp_size: int = 1, tokens: tuple[int, ...] = 
             want_map[token, physical] = True
             want_probs[token, physical] = probs[token, expert].detach()
         assert not any(left.values())
+        if indices is not None:
+            expected = [
+                [-1 if expert < 0 else physical_of[token, expert] for expert in experts]
+                for token, experts in enumerate(routes.tolist())
+            ]
+            assert physical_routes.tolist() == expected
         assert torch.equal(physical_map, want_map) and torch.equal(
             physical_probs.detach(), want_probs
         )
