@@ -6,6 +6,7 @@ Oracles: FSSDP without a graph on the same ranks and data, bitwise; stock Megatr
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import flex_backends
@@ -13,11 +14,13 @@ import graphs_on_cpu
 import pytest
 import static_experts
 import tiny_gpt
+from graph_calls import first_difference
 from graph_capture import Graph
 from layouts import COMBINED, flex
 from quick import quick
 from ranks import ranks
 
+from megatron_hecate.nvlink.transport import NVLink
 from megatron_hecate.step import layer_state
 
 pytestmark = pytest.mark.newest
@@ -56,12 +59,15 @@ def _case(model: dict | None = None, **fields: Any) -> Any:
     return tiny_gpt.initialized(bf16=True, settings=settings, **fields)
 
 
-def _graphed(case: Any, **hook: Any) -> Any:
+def _switch_to_graphs(case: Any) -> Any:
     flex_backends.forget()
     graphs_on_cpu.install()
     graphs_on_cpu.whole_iterations()
-    settings = graphs_on_cpu.full_iteration(**dict(case.settings))
-    return _eager(dataclasses.replace(case, settings=settings), **hook)
+    return dataclasses.replace(case, settings=graphs_on_cpu.full_iteration(**dict(case.settings)))
+
+
+def _graphed(case: Any, **hook: Any) -> Any:
+    return _eager(_switch_to_graphs(case), **hook)
 
 
 # microbatches, model settings, and further fields of a case, by number of ranks
@@ -103,3 +109,68 @@ def test_two(name: str) -> None:
 @ranks(4, timeout=600)
 def test_four(name: str) -> None:
     _check(**FOUR[name])
+
+
+def _evaluated(case: Any) -> tuple[Any, list[float]]:
+    """Train eight steps, and evaluate after every second one, whose graph has tables of its own."""
+    model = tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(transport="nvlink"))
+    losses = []
+    for step in range(8):
+        tiny_gpt.move_skew_sometimes(model.chunks, step)
+        model.step(step)
+        if step % 2:
+            losses.append(model.evaluate(step))
+    model.read_params()
+    return model, losses
+
+
+@ranks(2, timeout=600)
+def test_evaluation_between_replays() -> None:
+    case = _case(accumulate=2)
+    eager, eager_losses = _evaluated(case)
+    graphed, losses = _evaluated(_switch_to_graphs(case))
+    assert tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME and losses == eager_losses
+    assert [graph.replays for graph in Graph.made] == [7, 3], "training, and evaluation"
+
+
+@ranks(2, timeout=600)
+def test_no_replicas_is_stock() -> None:
+    """Copies do not pay at real speeds of so small a model. Oracle: stock Megatron, without a graph, bitwise."""
+    case = _case(accumulate=2, **OVERLAPS)
+    settings = dict(steps=5, before_step=tiny_gpt.move_skew_sometimes)
+    stock = tiny_gpt.train(case, **settings)
+    hook = tiny_gpt.fssdp_hook(transport="nvlink", speeds=None)
+    graphed = tiny_gpt.train(_switch_to_graphs(case), hook=hook, **settings)
+    assert not graphed.replicas and tiny_gpt.difference(stock, graphed) == tiny_gpt.SAME
+
+
+@ranks(2, timeout=600)
+def test_captures_under_two_plans_are_equal() -> None:
+    """The same launches with the same arguments: no plan is in a graph."""
+    graphed = _eager(_switch_to_graphs(_case(accumulate=2)))
+    tiny_gpt.get_forward_backward_func().reset_cuda_graph("training")
+    plans = _Plans()
+    for step in range(STEPS, STEPS + 2):
+        plans.before_step(graphed.chunks, step)
+        graphed.step(step)
+    first, second = Graph.made
+    assert first_difference(first, second) is None
+    counts = Counter(call.name.split()[0] for call in first.calls)
+    assert counts["fssdp_gather"] == counts["fssdp_reduce_32_32"] == 2, (
+        "one per layer and iteration"
+    )
+
+
+@ranks(2, timeout=600)
+def test_tables_that_are_not_rewritten() -> None:
+    """Negative control: replays with the capture's transfers differ."""
+    case = _case(accumulate=2)
+    eager = _eager(case)
+    write, written = NVLink.write, []
+
+    def write_at_first(transport: NVLink, plans: Any) -> None:
+        written.append(plans)
+        write(transport, plans if len(written) <= 3 else written[2])
+
+    NVLink.write = write_at_first
+    assert tiny_gpt.difference(eager, _graphed(case))["grad"] > 1e-3
