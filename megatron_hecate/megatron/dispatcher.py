@@ -21,6 +21,31 @@ from megatron_hecate.routing.quotas import Exchange
 _KNOWN = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher)
 
 
+def rank_budget(dispatcher: Any) -> tuple[float | None, int]:
+    """Return the budget of rows that Megatron gives to each rank, and the padding within it.
+
+    Args:
+        dispatcher: dispatcher of a layer, with one of Megatron's configurations.
+
+    Returns:
+        Rows over the mean rank load of a microbatch, ``None`` without a budget; and the multiple of
+        rows to which the tokens of each physical expert are padded, 1 without padding.
+    """
+    config = dispatcher.config
+    # since Megatron 0.18
+    factor = getattr(config, "moe_expert_rank_capacity_factor", None)
+    if factor is None:
+        return None, 1
+    alignment = token_dispatcher.get_align_size_for_quantization(config)
+    if config.moe_flex_dispatcher_backend == "hybridep":
+        if not (config.fp8 or config.fp4):
+            alignment = 1
+        # HybridEP's budget is a share of one source's tokens; expert-tensor-parallel ranks get the
+        # tokens of all their sources.
+        factor /= dispatcher.tp_size
+    return factor, max(1, alignment)
+
+
 class CountedAlltoAll:
     """Mixin in front of ``MoEAlltoAllTokenDispatcher`` for token counts that are known.
 

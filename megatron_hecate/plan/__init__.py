@@ -23,7 +23,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_hecate.plan.compiled import in_turn
-from megatron_hecate.plan.cost import CopyCost, LayerShape, load_limit
+from megatron_hecate.plan.cost import CopyCost, LayerShape, load_limit, worst_padding
 from megatron_hecate.plan.late import add_late_replicas
 from megatron_hecate.plan.maxflow import largest_load
 from megatron_hecate.plan.placement import EMPTY, Placement
@@ -45,6 +45,7 @@ __all__ = [
     "largest_load",
     "load_limit",
     "plan_replicas",
+    "worst_padding",
 ]
 
 

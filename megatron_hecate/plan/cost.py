@@ -53,17 +53,25 @@ class CopyCost:
     scatters: bool = True
 
 
-def load_limit(factor: float, *, padding: float) -> float:
-    """Compute the limit of a plan, for ranks with buffers of fixed size.
+def load_limit(factor: float, *, rows: float, experts: int, alignment: int) -> float:
+    """Compute the limit of `plan_replicas` for ranks whose buffers have a fixed size.
 
-    A limit below 1 fills all slots of a layer that is not balanced already. Full slots absorb most
+    Padding of each physical expert, at its worst, and the error of the forecast are subtracted. A
+    limit below 1 fills all slots of a layer that is not balanced already: full slots absorb most
     errors of the forecast.
 
     Args:
-        factor: tokens that fit into a rank's buffer, over the mean rank load of a microbatch.
-        padding: rows of the buffer that padding takes, over the same mean.
+        factor: rows of a rank's buffer over the mean rank load of a microbatch.
+        rows: that mean, in tokens.
+        experts: physical experts of a rank, P.
+        alignment: multiple of rows to which each expert is padded; 1 for no padding.
     """
-    return factor - padding - FORECAST_ERROR
+    return factor - worst_padding(rows=rows, experts=experts, alignment=alignment) - FORECAST_ERROR
+
+
+def worst_padding(*, rows: float, experts: int, alignment: int) -> float:
+    """Return the most rows of padding on a rank, over ``rows``; arguments as of `load_limit`."""
+    return experts * (alignment - 1) / max(rows, 1.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -59,11 +59,17 @@ class PlanInputs:
         self.world = state.world
         self.cost = state.copy_cost(microbatches, meter)
         self.previous = state.planned
+        self.limit = state.load_limit(forecast, microbatches)
 
     def plan(self) -> Placement:
         """Plan the layer's replicas."""
         return plan_replicas(
-            self.forecast, self.homes, self.world, cost=self.cost, previous=self.previous
+            self.forecast,
+            self.homes,
+            self.world,
+            cost=self.cost,
+            previous=self.previous,
+            limit=self.limit,
         )
 
     def equal(self, other: PlanInputs) -> bool:
@@ -73,6 +79,7 @@ class PlanInputs:
             and self.previous is other.previous
             and self.world == other.world
             and self.cost == other.cost
+            and self.limit == other.limit
             and np.array_equal(self.forecast, other.forecast)
         )
 

@@ -109,11 +109,12 @@ def test_a_recorded_run_stays_under_the_limit(recording: str, worst: float, num_
     homes, world = Placement.initial(64, num_ranks, num_slots=2), World((0,) * num_ranks)
     history, levels = LoadHistory(), []
     placed = [homes] * counts.shape[1]
-    cost = CopyCost(near=counts[0, 0].sum() / num_ranks)
+    mean = counts[0, 0].sum() / num_ranks
+    cost, limit = CopyCost(near=mean), load_limit(1.15, rows=mean, experts=2, alignment=1)
     for step in counts:
         forecast = history.forecast()
         for layer, previous in enumerate(placed if forecast is not None else []):
-            arguments = dict(cost=cost, previous=previous, limit=load_limit(1.15, padding=0.0))
+            arguments = dict(cost=cost, previous=previous, limit=limit)
             plan = placed[layer] = plan_replicas(forecast[layer], homes, world, **arguments)
             for load in step[layer].reshape(-1, num_ranks, 64).sum(axis=1):
                 levels.append(largest_load(load, plan) / load.sum() * num_ranks)

@@ -6,6 +6,7 @@ this cannot show: the libraries themselves, which need GPUs. `test_layouts` trai
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -83,6 +84,23 @@ def test_nccl_ep_that_drops_tokens_is_refused() -> None:
     config.moe_expert_capacity_factor = 1.0
     with pytest.raises(ValueError, match=r"moe_expert_capacity_factor=1\.0: NCCL EP .* set model"):
         tiny_gpt.fssdp_hook()(chunks)
+
+
+@pytest.mark.newest
+@ranks(2, preload="te")
+def test_under_a_budget_of_tokens_copies_pay() -> None:
+    """Copies that are too slow to pay are made where a rank would get more tokens than fit."""
+    operators_on_cpu.install()
+    case = _case(flex("hybridep", use_transformer_engine_op_fuser=True), grouped=True)
+    operators_on_cpu.leave_out_empty_rows()
+    replicas = []
+    for factor in (None, 32.0, 1.2):
+        budget = dict(case.settings, moe_expert_rank_capacity_factor=factor)
+        budgeted = dataclasses.replace(case, settings=tuple(budget.items()))
+        run = tiny_gpt.train(budgeted, hook=tiny_gpt.fssdp_hook(speeds=None))
+        replicas.append(tiny_gpt.num_replicas(run.chunks) > 0)
+        flex_backends.forget()
+    assert replicas == [False, False, True]
 
 
 @pytest.mark.newest
