@@ -21,29 +21,23 @@ from megatron_hecate.routing.quotas import Exchange
 _KNOWN = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher)
 
 
-def rank_budget(dispatcher: Any) -> tuple[float | None, int]:
-    """Return the budget of rows that Megatron gives to each rank, and the padding within it.
+def expert_alignment(config: Any) -> int:
+    """Return the multiple of rows to which the dispatcher pads each expert's tokens; 1 for none."""
+    backend = config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend
+    if backend == "ncclep" or (backend == "hybridep" and (config.fp8 or config.fp4)):
+        return max(1, token_dispatcher.get_align_size_for_quantization(config))
+    return 1
 
-    Args:
-        dispatcher: dispatcher of a layer, with one of Megatron's configurations.
 
-    Returns:
-        Rows over the mean rank load of a microbatch, ``None`` without a budget; and the multiple of
-        rows to which the tokens of each physical expert are padded, 1 without padding.
-    """
-    config = dispatcher.config
+def rank_budget(dispatcher: Any) -> float | None:
+    """Return a rank's budget of rows over the mean rank load of a microbatch, if it has one."""
     # since Megatron 0.18
-    factor = getattr(config, "moe_expert_rank_capacity_factor", None)
-    if factor is None:
-        return None, 1
-    alignment = token_dispatcher.get_align_size_for_quantization(config)
-    if config.moe_flex_dispatcher_backend == "hybridep":
-        if not (config.fp8 or config.fp4):
-            alignment = 1
+    factor = getattr(dispatcher.config, "moe_expert_rank_capacity_factor", None)
+    if factor is not None and dispatcher.config.moe_flex_dispatcher_backend == "hybridep":
         # HybridEP's budget is a share of one source's tokens; expert-tensor-parallel ranks get the
         # tokens of all their sources.
-        factor /= dispatcher.tp_size
-    return factor, max(1, alignment)
+        return factor / dispatcher.tp_size
+    return factor
 
 
 class CountedAlltoAll:

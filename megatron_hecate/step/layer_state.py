@@ -22,7 +22,12 @@ from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.megatron.cuda_graphs import holds_preprocess
-from megatron_hecate.megatron.dispatcher import CountedAlltoAll, physical_dispatcher, rank_budget
+from megatron_hecate.megatron.dispatcher import (
+    CountedAlltoAll,
+    expert_alignment,
+    physical_dispatcher,
+    rank_budget,
+)
 from megatron_hecate.megatron.experts import PhysicalExperts
 from megatron_hecate.megatron.foreign_code import check_layer
 from megatron_hecate.megatron.forward_pass import ForwardPass, LayerIteration
@@ -254,9 +259,10 @@ class LayerState(Uncopied):
             forecast: [E] tokens of ``microbatches``, summed over the group.
             microbatches: number of microbatches.
         """
-        factor, alignment = rank_budget(self.stock_dispatcher)
+        factor = rank_budget(self.stock_dispatcher)
         if factor is None:
             return None
+        alignment = expert_alignment(self.parts.layer.config)
         rows = forecast.sum() / (self.world.num_ranks * microbatches * self.parts.passes)
         experts = self.homes.slots_per_rank
         return load_limit(factor, rows=rows, experts=experts, alignment=alignment)

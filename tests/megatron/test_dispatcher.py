@@ -13,6 +13,14 @@ from megatron_hecate.plan import load_limit
     ("settings", "budget"),
     [
         (dict(moe_expert_rank_capacity_factor=None), (None, 1)),
+        (
+            dict(
+                moe_token_dispatcher_type="alltoall",
+                moe_expert_rank_capacity_factor=None,
+                fp8="e4m3",
+            ),
+            (None, 1),
+        ),
         (dict(), (1.5, 1)),
         (dict(fp8="e4m3", fp8_recipe="mxfp8"), (1.5, 32)),
         (dict(fp8="e4m3", fp8_recipe="mxfp8", use_transformer_engine_op_fuser=True), (1.5, 256)),
@@ -29,14 +37,17 @@ from megatron_hecate.plan import load_limit
     ],
 )
 def test_the_budget_and_its_padding(settings: dict, budget: tuple) -> None:
-    from megatron_hecate.megatron.dispatcher import rank_budget
+    from megatron_hecate.megatron.dispatcher import expert_alignment, rank_budget
 
     usual = dict(
         moe_expert_rank_capacity_factor=1.5, moe_flex_dispatcher_backend="hybridep", tp_size=1
     )
-    usual |= dict(fp8=None, fp4=None, use_transformer_engine_op_fuser=False)
+    usual |= dict(
+        moe_token_dispatcher_type="flex", fp8=None, fp4=None, use_transformer_engine_op_fuser=False
+    )
     config = types.SimpleNamespace(**(usual | settings))
-    assert rank_budget(types.SimpleNamespace(config=config, tp_size=config.tp_size)) == budget
+    dispatcher = types.SimpleNamespace(config=config, tp_size=config.tp_size)
+    assert (rank_budget(dispatcher), expert_alignment(config)) == budget
 
 
 def test_padding_and_the_error_of_the_forecast_come_off_the_budget() -> None:

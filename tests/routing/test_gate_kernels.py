@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 from gate_mutations import MUTATIONS
 from plan_cases import chain, some_homes, some_replicas, some_world
+from quota_cases import noted_loads
 
 from megatron_hecate.device.compile import SOURCES
 from megatron_hecate.plan import Placement, World
+from megatron_hecate.routing.quotas import NOTED
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
 from megatron_hecate.tools.quotas import quotas_of_all
 
@@ -96,6 +98,8 @@ class Block:
         arrays += [HolderOrder(self.placement, shape).table(), loads, parts, chosen]
         arrays += [np.array(before, np.int32), loads[rank], probs, out > 0, out, out_grad.T, grad]
         arrays.append(exchange(tokens_of, rank, shape.slots_per_rank))
+        earlier = np.array(rng.choice([0, 2 * NOTED, 99 * NOTED], 2))
+        arrays += [earlier, np.maximum(earlier, noted_loads(quotas, order, self.placement, loads))]
         contents = [np.uint64(a.nbytes).tobytes() + a.tobytes() for a in arrays]
         path.write_bytes(b"".join(contents))
 
