@@ -165,10 +165,10 @@ def describe(outcomes: Sequence[Outcome]) -> str:
         lines.append(f"{one.name:<{wide}}{cells} (+{added:.1%})")
     lines += [
         "",
-        "speed: forced balance is 100%. worst: imbalance of a layer in a step, which "
-        "moe_expert_rank_capacity_factor",
-        "must exceed, and padding. copies: sent by a rank in a step. "
+        "speed: forced balance is 100%. copies: sent by a rank in a step. "
         "waits: time of a step spent on copies alone",
+        "worst: imbalance of a layer in a step; "
+        "moe_expert_rank_capacity_factor must be larger, by padding, too",
     ]
     return "\n".join(lines)
 
