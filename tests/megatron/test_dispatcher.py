@@ -9,6 +9,7 @@ import pytest
 from megatron_hecate.plan import load_limit
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("settings", "budget"),
     [
@@ -50,6 +51,7 @@ def test_the_budget_and_its_padding(settings: dict, budget: tuple) -> None:
     assert (rank_budget(dispatcher), expert_alignment(config)) == budget
 
 
+@pytest.mark.fast
 def test_padding_and_the_error_of_the_forecast_come_off_the_budget() -> None:
     """DeepSeek-V3 on 64 ranks with two slots: 6 experts of a rank, 255 of 32,768 rows each at worst."""
     arguments = dict(rows=32768.0, experts=6)

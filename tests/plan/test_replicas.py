@@ -11,6 +11,7 @@ import itertools
 
 import numpy as np
 import pytest
+from bound import largest_loads
 from loads import DATA, Trace
 from plan_cases import check_placement, least_largest, some_homes, some_load, some_world
 from seeds import seeds
@@ -22,10 +23,8 @@ from megatron_hecate.plan import (
     Placement,
     World,
     largest_load,
-    load_limit,
     plan_replicas,
 )
-from megatron_hecate.step.forecast import LoadHistory
 
 pytestmark = pytest.mark.fast
 FREE = CopyCost()
@@ -106,21 +105,8 @@ def test_a_limit_fills_slots_as_far_as_it_needs() -> None:
 def test_a_recorded_run_stays_under_the_limit(recording: str, worst: float, num_ranks: int) -> None:
     """Two slots, copies too expensive without a limit, plans from forecasts: no microbatch above 1.15 of the mean."""
     counts = Trace.read(DATA / f"pysrc_e64k6_{recording}.npz").counts
-    homes, world = Placement.initial(64, num_ranks, num_slots=2), World((0,) * num_ranks)
-    history, levels = LoadHistory(), []
-    placed = [homes] * counts.shape[1]
-    mean = counts[0, 0].sum() / num_ranks
-    cost, limit = CopyCost(near=mean), load_limit(1.15, rows=mean, experts=2, alignment=1)
-    for step in counts:
-        forecast = history.forecast()
-        for layer, previous in enumerate(placed if forecast is not None else []):
-            arguments = dict(cost=cost, previous=previous, limit=limit)
-            plan = placed[layer] = plan_replicas(forecast[layer], homes, world, **arguments)
-            for load in step[layer].reshape(-1, num_ranks, 64).sum(axis=1):
-                levels.append(largest_load(load, plan) / load.sum() * num_ranks)
-        history.append(step.sum(axis=1))
-    assert max(levels) <= worst, max(levels)
-    assert sum(level > 1.15 for level in levels) <= (worst > 1.15)
+    _, levels, replicas = largest_loads(counts, num_ranks, 2, 1.15)
+    assert max(levels) <= worst and sum(levels > 1.15) <= (worst > 1.15) and replicas <= 2
 
 
 def test_copies_that_cost_more_than_they_win_are_not_made() -> None:
