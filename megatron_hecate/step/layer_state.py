@@ -11,7 +11,6 @@ from collections import deque
 from itertools import chain
 from typing import Any, NoReturn
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -22,18 +21,13 @@ from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.megatron.cuda_graphs import holds_preprocess
-from megatron_hecate.megatron.dispatcher import (
-    CountedAlltoAll,
-    expert_alignment,
-    physical_dispatcher,
-    rank_budget,
-)
+from megatron_hecate.megatron.dispatcher import CountedAlltoAll, physical_dispatcher
 from megatron_hecate.megatron.experts import PhysicalExperts
 from megatron_hecate.megatron.foreign_code import check_layer
 from megatron_hecate.megatron.forward_pass import ForwardPass, LayerIteration
 from megatron_hecate.megatron.rules import SettingSources
 from megatron_hecate.megatron.training_state import Forward, name_of_layer
-from megatron_hecate.plan import CopyCost, LayerShape, Placement, World, load_limit
+from megatron_hecate.plan import CopyCost, LayerShape, Placement, World
 from megatron_hecate.replicas.autograd import PendingGradients
 from megatron_hecate.replicas.buffers import LIFETIMES, ReplicaSlots
 from megatron_hecate.replicas.layer_replicas import Replicas
@@ -251,21 +245,6 @@ class LayerState(Uncopied):
             # The given number of fetches is hidden, and is the upper bound.
             cost = dataclasses.replace(cost, near=0.0, far=0.0, most=degree)
         return cost
-
-    def load_limit(self, forecast: np.ndarray, microbatches: int) -> float | None:
-        """Return the limit of a plan (`plan.load_limit`); ``None`` without a budget of tokens.
-
-        Args:
-            forecast: [E] tokens of ``microbatches``, summed over the group.
-            microbatches: number of microbatches.
-        """
-        factor = rank_budget(self.stock_dispatcher)
-        if factor is None:
-            return None
-        alignment = expert_alignment(self.parts.layer.config)
-        rows = forecast.sum() / (self.world.num_ranks * microbatches * self.parts.passes)
-        experts = self.homes.slots_per_rank
-        return load_limit(factor, rows=rows, experts=experts, alignment=alignment)
 
     def prepare_transfers(self, placement: Placement) -> None:
         """Prepare the transfers of ``placement``, a possible plan, in any thread."""
