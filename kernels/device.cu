@@ -69,6 +69,7 @@ struct Device {
   FSSDP_FN float inverse(float value) const { return __frcp_rn(value); }
   FSSDP_FN void add(i32* at, i32 value) const { atomicAdd(at, value); }
   FSSDP_FN void add(i64* at, i64 value) const { atomicAdd((u64*)at, (u64)value); }
+  FSSDP_FN void raise(i64* at, i64 value) const { atomicMax(at, value); }
   FSSDP_FN void pause() const { __nanosleep(64); }
   FSSDP_FN u64 clock() const {
     u64 now;
@@ -170,10 +171,10 @@ extern "C" __global__ void __launch_bounds__(96)
 // Launched after the gate, with one block.
 extern "C" __global__ void __launch_bounds__(256, 1)
     fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
-                 int rank, int* parts, long long* exchanged) {
+                 int rank, int* parts, long long* exchanged, long long* noted) {
   extern __shared__ long long shared[];
   fssdp::Device th;
-  fssdp::quotas(th, group, holders, loads, work, shared, shared_bytes, own, rank, parts, exchanged);
+  fssdp::quotas(th, group, holders, loads, work, shared, shared_bytes, own, rank, parts, exchanged, noted);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4)

@@ -100,6 +100,11 @@ class Host {
   void add(Int* at, Int value) const {
     __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
   }
+  void raise(long long* at, long long value) const {
+    long long now = __atomic_load_n(at, __ATOMIC_RELAXED);
+    while (now < value && !__atomic_compare_exchange_n(at, &now, value, false, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
+  }
   bool all(bool value) {
     stall();
     return barrier_.all(value);
@@ -191,7 +196,7 @@ bool quotas_of_all(const i32* group, const i32* holders, const i32* loads, i64* 
   const Holders h = holders_at(holders, g);
   const Work<Int> w = work_at<Int>(work, g, 1);
   bool solved = false;
-  launch([&](Host& th) { solved = solve<Int>(th, g, h, w, loads); }, 1, 1);
+  launch([&](Host& th) { solved = solve<Int>(th, g, h, w, loads, nullptr); }, 1, 1);
   for (i32 rank = 0; solved && rank < g.ranks; ++rank)
     for (i32 own = sources_begin(g, rank); own < sources_end(g, rank); ++own) {
       i32* at = parts + (i64)g.order[own] * (2 * g.ranks * g.per_rank + g.experts + 1);
@@ -221,10 +226,10 @@ unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }
 
 // Kernels after the gate, each in one thread.
 void fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
-                  int rank, int* parts, long long* exchanged) {
+                  int rank, int* parts, long long* exchanged, long long* noted) {
   std::vector<long long> shared((shared_bytes + 7) / 8);
   const auto kernel = [&](fssdp::Host& th) {
-    fssdp::quotas(th, group, holders, loads, work, shared.data(), shared_bytes, own, rank, parts, exchanged);
+    fssdp::quotas(th, group, holders, loads, work, shared.data(), shared_bytes, own, rank, parts, exchanged, noted);
   };
   fssdp::launch(kernel, 1, 1);
 }

@@ -43,6 +43,8 @@ namespace fssdp {
 enum { LOCAL_ROUNDS = 3, LOCAL_DEPTH = 3, MAX_ROUNDS = 256, MAX_DEPTH = 4096 };
 // The level may exceed the smallest possible one by 1 / SLACK, which saves rounds.
 enum { SLACK = 4096 };
+// Unit of a noted load: 1 / NOTED of the mean rank load.
+enum { NOTED = 65536 };
 enum { NO_WAY = 0, IN_NODE = 1, ANYWHERE = 2 };
 
 template <class Int>
@@ -573,12 +575,33 @@ struct Quotas {
     return true;
   }
 
-  // Compute `served` of all shared holders. Return false if Int is too narrow.
-  FSSDP_FN bool solve(const i32* loads) {
+  // Raise `noted` to the largest rank load over the mean, in units of 1 / NOTED, rounded up: [0] of
+  // these quotas, [1] with each expert on the rank where Megatron builds it.
+  FSSDP_FN void note(i64* noted) const {
+    const i32 built = (g.experts + g.ranks - 1) / g.ranks;
+    i64 all = 0;
+    FSSDP_UNROLL_4
+    for (i32 i = 0; i < th.warps(); ++i) all += w.partial[i];
+    if (!all) return;
+    FSSDP_ROLLED
+    for (i32 p = th.id(); p < g.ranks; p += th.count()) {
+      Int stock = 0;
+      FSSDP_ROLLED
+      for (i32 expert = p * built; expert < least(g.experts, (p + 1) * built); ++expert) stock += total(expert);
+      th.raise(noted, ((i64)load(p) * g.ranks * NOTED + all - 1) / all);
+      th.raise(noted + 1, ((i64)stock * g.ranks * NOTED + all - 1) / all);
+    }
+  }
+
+  // Compute `served` of all shared holders, and `note` unless `noted` is null. Return false if Int
+  // is too narrow.
+  FSSDP_FN bool solve(const i32* loads, i64* noted) {
     if (!count(loads)) return false;
     deal_local();
     deal_foreign();
-    return balance();
+    if (!balance()) return false;
+    if (noted) note(noted);
+    return true;
   }
 };
 

@@ -131,7 +131,7 @@ int main(int argc, char** argv) {
   const Array<u32> probs;
   const Array<u8> out_map_wanted;
   const Array<u32> out_wanted, out_grad, grad_wanted;
-  const Array<i64> exchange_wanted;
+  const Array<i64> exchange_wanted, noted, noted_wanted;
   const Array<u8> indices;
   const Array<i32> within_wanted;
   const Array<u8> physical_wanted;
@@ -152,11 +152,12 @@ int main(int argc, char** argv) {
   const auto solve = [&](Host& host) {
     Lanes th(host, n[LANES], warps[0]);
     quotas(th, group.at, holders.at, loads.at, work.at, shared.at, (u32)n[SHARED], n[OWN], n[RANK], parts.at,
-           exchanged.at);
+           exchanged.at, noted.at);
   };
   launch(solve, 1, threads);
   compare("parts", parts, parts_wanted);
   compare("exchange", exchanged, exchange_wanted);
+  compare("noted loads", noted, noted_wanted);
 
   u32 arrived = 0;
   // A sum that begins above 32 bits.

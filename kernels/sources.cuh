@@ -194,12 +194,12 @@ FSSDP_FN void deal_source(Thread& th, const Sources<Int>& sources, i32 own, i32 
   }
 }
 
-// Compute the quotas of all holders. Return false if Int is too narrow.
+// Compute the quotas of all holders, as `Quotas::solve` does. Return false if Int is too narrow.
 template <class Int, class Thread>
-FSSDP_FN bool solve(Thread& th, const Group& g, const Holders& h, const Work<Int>& w, const i32* loads) {
+FSSDP_FN bool solve(Thread& th, const Group& g, const Holders& h, const Work<Int>& w, const i32* loads, i64* noted) {
   if (sizeof(Int) == sizeof(i32) && g.ranks <= 64) {
-    if (!Quotas<Int, 1, Thread>{th, g, h, w, 0, false, false, 0, 0, {}, {}, {}}.solve(loads)) return false;
-  } else if (!Quotas<Int, 0, Thread>{th, g, h, w, 0, false, false, 0, 0, {}, {}, {}}.solve(loads)) {
+    if (!Quotas<Int, 1, Thread>{th, g, h, w, 0, false, false, 0, 0, {}, {}, {}}.solve(loads, noted)) return false;
+  } else if (!Quotas<Int, 0, Thread>{th, g, h, w, 0, false, false, 0, 0, {}, {}, {}}.solve(loads, noted)) {
     return false;
   }
   Sources<Int>{g, h, w, loads}.keep(th);
@@ -224,10 +224,10 @@ FSSDP_FN void write_source(Thread& th, const Sources<Int>& sources, i32 own, i32
 // Compute the quotas of all holders, the `Parts` of one source, and its `Exchange` unless
 // `exchanged` is null. `shared`: shared memory for all tables and working arrays, aligned to 8
 // bytes; `shared_bytes`: its size, 0 if there is too little. `work`: global memory for the working
-// arrays with 64-bit counts.
+// arrays with 64-bit counts. `noted`: see `Quotas::note`; null for none.
 template <class Thread>
 FSSDP_FN void quotas(Thread& th, const i32* group, const i32* holders, const i32* loads, i64* work, i64* shared,
-                     u32 shared_bytes, i32 own, i32 rank, i32* parts, i64* exchanged) {
+                     u32 shared_bytes, i32 own, i32 rank, i32* parts, i64* exchanged, i64* noted) {
   const Group far = group_at(group);
   // The barriers of `solve` separate these writes from the sums.
   if (exchanged) {
@@ -243,14 +243,14 @@ FSSDP_FN void quotas(Thread& th, const i32* group, const i32* holders, const i32
     const Group g = group_at(at);
     const Holders h = holders_at(at + 2 * group_words, g);
     const Work<i32> w = work_at<i32>(shared + group_words + holders_size(far) / 2, g, th.count());
-    if (solve<i32>(th, g, h, w, loads)) {
+    if (solve<i32>(th, g, h, w, loads, noted)) {
       write_source(th, Sources<i32>{g, h, w, loads}, own, rank, parts, exchanged);
       return;
     }
   }
   const Holders h = holders_at(holders, far);
   const Work<i64> w = work_at<i64>(work, far, th.count());
-  solve<i64>(th, far, h, w, loads);
+  solve<i64>(th, far, h, w, loads, noted);
   write_source(th, Sources<i64>{far, h, w, loads}, own, rank, parts, exchanged);
 }
 

@@ -91,6 +91,7 @@ ASSUMPTIONS = _table(
           built over physical experts
       MoEFlexTokenDispatcher(num_local_experts, local_expert_indices, config, pg_collection): built
           over physical experts
+      get_align_size_for_quantization(config): padding within a rank's budget of tokens
     core.process_groups_config
       ProcessGroupCollection(ep, expt_tp, tp_ep): the dispatcher's groups
     core.transformer.transformer_layer

@@ -21,6 +21,25 @@ from megatron_hecate.routing.quotas import Exchange
 _KNOWN = (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher, MoEFlexTokenDispatcher)
 
 
+def expert_alignment(config: Any) -> int:
+    """Return the multiple of rows to which the dispatcher pads each expert's tokens; 1 for none."""
+    backend = config.moe_token_dispatcher_type == "flex" and config.moe_flex_dispatcher_backend
+    if backend == "ncclep" or (backend == "hybridep" and (config.fp8 or config.fp4)):
+        return max(1, token_dispatcher.get_align_size_for_quantization(config))
+    return 1
+
+
+def rank_budget(dispatcher: Any) -> float | None:
+    """Return a rank's budget of rows over the mean rank load of a microbatch, if it has one."""
+    # since Megatron 0.18
+    factor = getattr(dispatcher.config, "moe_expert_rank_capacity_factor", None)
+    if factor is not None and dispatcher.config.moe_flex_dispatcher_backend == "hybridep":
+        # HybridEP's budget is a share of one source's tokens; expert-tensor-parallel ranks get the
+        # tokens of all their sources.
+        return factor / dispatcher.tp_size
+    return factor
+
+
 class CountedAlltoAll:
     """Mixin in front of ``MoEAlltoAllTokenDispatcher`` for token counts that are known.
 

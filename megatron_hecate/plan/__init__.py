@@ -23,7 +23,7 @@ from collections.abc import Callable
 import numpy as np
 
 from megatron_hecate.plan.compiled import in_turn
-from megatron_hecate.plan.cost import CopyCost, LayerShape
+from megatron_hecate.plan.cost import CopyCost, LayerShape, load_limit, worst_padding
 from megatron_hecate.plan.late import add_late_replicas
 from megatron_hecate.plan.maxflow import largest_load
 from megatron_hecate.plan.placement import EMPTY, Placement
@@ -43,7 +43,9 @@ __all__ = [
     "add_late_replicas",
     "compile_planner",
     "largest_load",
+    "load_limit",
     "plan_replicas",
+    "worst_padding",
 ]
 
 
@@ -60,6 +62,6 @@ def compile_planner(notice: Callable[[], None] = lambda: None) -> None:
     load = np.array([90, 1, 30, 1, 5, 0, 2, 0])
     cost = CopyCost(near=1.0, far=1.0, crossing=1.0)
     with in_turn(notice):
-        placement = plan_replicas(load, homes, world, cost=cost)
+        placement = plan_replicas(load, homes, world, cost=cost, limit=1.0)
         largest_load(load, placement)
         add_late_replicas(load, homes, world, cost=cost, max_copies=2, across_nodes=True)

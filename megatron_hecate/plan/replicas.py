@@ -25,6 +25,7 @@ from megatron_hecate.plan.search import (
     Problem,
     cost_beside_load,
     fill,
+    forecast_load,
     most_leaving,
     plan_cost,
 )
@@ -38,6 +39,8 @@ REPLACED: int = 256
 STEPS: tuple[float, ...] = (1.41, 1.19)
 # largest rank load over the mean up to which nothing is copied
 BALANCED: float = 1.05
+# largest rank load over the mean that counts as chance, also above a limit
+EVEN: float = 1.01
 
 
 def plan_replicas(
@@ -47,6 +50,7 @@ def plan_replicas(
     *,
     cost: CopyCost,
     previous: Placement | None = None,
+    limit: float | None = None,
 ) -> Placement:
     """Choose the replicas of the next iteration.
 
@@ -57,6 +61,8 @@ def plan_replicas(
         cost: cost of replicas. Free replicas fill the slots.
         previous: plan of the last iteration, if any. Its replicas decide which side of the
             hysteresis applies. Returned itself if the new plan is equal.
+        limit: largest rank load over the mean that fits into a rank's buffers. If the plan that
+            pays is above it, further copies count as paying, up to free ones.
 
     Returns:
         ``homes`` with the planned replicas; without replicas if none pay.
@@ -70,6 +76,8 @@ def plan_replicas(
         return homes_only
     problem = problem_of(homes_only, world, cost)
     table = _Search(forecast, problem, num_slots).best_table(previous)
+    if limit is not None:
+        table = _fill_to_limit(forecast, problem, (num_slots, limit), table, previous)
     # callers compare placements by identity to skip work for an unchanged plan
     for candidate in (homes_only, previous):
         if candidate is None:
@@ -79,6 +87,42 @@ def plan_replicas(
         ):
             return candidate
     return Placement(homes_only.home, table)
+
+
+def _fill_to_limit(
+    forecast: np.ndarray,
+    problem: Problem,
+    bounds: tuple[int, float],
+    table: np.ndarray,
+    previous: Placement | None,
+) -> np.ndarray:
+    """Add replicas to the plan that pays until its load is under the limit or no copy helps.
+
+    Args:
+        forecast: [E] tokens.
+        problem: homes, nodes and costs.
+        bounds: replicas that a rank may hold, and limit of `plan_replicas`.
+        table: [R, P] experts of the plan that pays.
+        previous: placement of the last iteration.
+
+    Returns:
+        The cheapest plan under the limit; above it, a plan with full slots: replicas that the
+        forecast does not need take tokens where the forecast is wrong.
+    """
+    num_slots, limit = bounds
+    mean = forecast.sum() / len(table)
+    if forecast_load(forecast, problem.bare) <= EVEN * mean:
+        return table
+    even = math.ceil(mean) + mean // SLACK
+    limited = problem._replace(limit=limit * mean)
+    free = limited._replace(near=0.0, far=0.0, routing=0.0, computing=0.0)
+    for attempt in (limited, free):
+        is_reachable = attempt is free or limited.limit >= even
+        if is_reachable and forecast_load(forecast, table) > limited.limit:
+            filled = _Search(forecast, attempt, num_slots).best_table(previous)
+            # loads up to `even` are equal
+            table = min(filled, table, key=lambda t: max(forecast_load(forecast, t), even))
+    return table
 
 
 def problem_of(homes_only: Placement, world: World, cost: CopyCost) -> Problem:
@@ -116,6 +160,7 @@ def problem_of(homes_only: Placement, world: World, cost: CopyCost) -> Problem:
         routing=float(cost.routing),
         computing=float(cost.computing),
         crossing=float(cost.crossing),
+        limit=math.inf,
     )
 
 
@@ -169,7 +214,7 @@ class _Search:
         if is_free:
             limits = _Limits(self._num_slots, self._num_slots * self._num_ranks)
             best = self._candidate(fill(self._forecast, problem, *limits))
-        elif self._home_loads.max() <= BALANCED * self._home_loads.mean():
+        elif self._home_loads.max() <= min(BALANCED * self._home_loads.mean(), problem.limit):
             return problem.bare
         else:
             best, limits = self._cheapest_fill()

@@ -17,6 +17,8 @@ from megatron_hecate.plan.maxflow import balance, compiled, holders_of
 SLACK: int = 256
 # Receivers on a node from which on they share the copying: the home sends its chunk once.
 SCATTERED: int = 3
+# Cost of a token above the limit of a rank load, in tokens: more than any number of copies.
+OVERFLOW: float = 1e6
 
 
 class Problem(NamedTuple):
@@ -31,6 +33,7 @@ class Problem(NamedTuple):
         scatters: flag of `CopyCost`.
         near, far, out, hidden, contention, routing, computing, crossing: costs of `CopyCost`, in
             tokens.
+        limit: tokens of a rank above which each costs `OVERFLOW`.
     """
 
     home: np.ndarray
@@ -47,6 +50,7 @@ class Problem(NamedTuple):
     routing: float
     computing: float
     crossing: float
+    limit: float
 
 
 @compiled
@@ -292,11 +296,22 @@ def plan_cost(
     # the lower bound first, because balancing takes most of the time
     if mean + crossing + overhead >= bound:
         return mean + crossing + overhead, overhead
+    largest = forecast_load(forecast, table)
+    overflow = OVERFLOW * max(0.0, largest - problem.limit)
+    return largest + crossing + overhead + overflow, overhead
+
+
+@compiled
+def forecast_load(forecast: np.ndarray, table: np.ndarray) -> int:
+    """Compute the largest rank load of a ``forecast`` [E] with ``table`` [R, P], in tokens.
+
+    It may exceed the smallest possible one by 1 / `SLACK` of the mean.
+    """
     tokens = np.empty(len(forecast), np.int64)
     for e in range(len(forecast)):
         tokens[e] = int(forecast[e] + 0.5)
-    largest = max(balance(tokens, table, int(mean / SLACK), False).load)
-    return largest + crossing + overhead, overhead
+    slack = int(forecast.sum() / len(table) / SLACK)
+    return max(balance(tokens, table, slack, False).load)
 
 
 @compiled

@@ -13,6 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.faults.attempt import Attempt
+from megatron_hecate.megatron.dispatcher import expert_alignment
 from megatron_hecate.megatron.training_globals import training_arguments
 from megatron_hecate.megatron.training_state import num_microbatches
 from megatron_hecate.plan import LayerShape, World
@@ -72,6 +73,9 @@ def _job_sizes(config: Any) -> dict[str, Any]:
         shared=config.moe_shared_expert_intermediate_size or 0,
         dispatcher=config.moe_token_dispatcher_type,
         recompute=config.recompute_granularity == "full",
+        alignment=expert_alignment(config),
+        # since Megatron 0.18
+        factor=getattr(config, "moe_expert_rank_capacity_factor", None),
     )
     if device_of_rank().type == "cuda":
         properties = torch.cuda.get_device_properties(device_of_rank())

@@ -15,6 +15,7 @@ import numpy as np
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.device.autograd import lasting_tensors
+from megatron_hecate.megatron.dispatcher import rank_budget
 from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.megatron.training_state import num_microbatches
@@ -22,7 +23,8 @@ from megatron_hecate.plan import Placement
 from megatron_hecate.plan.maxflow import balance
 from megatron_hecate.record.job_sizes import stage_info
 from megatron_hecate.record.recorder import Columns, StageRecorder
-from megatron_hecate.record.token_counts import TokenCounts
+from megatron_hecate.record.token_counts import TokenCounts, over_mean, sum_fullest
+from megatron_hecate.routing.quotas import NOTED
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 
@@ -65,19 +67,18 @@ class LayerRecorder(StepEvents):
         )
         self._padded = _pads_experts_input(model)
         experts = [state.parts.homes_only.num_experts for state in states]
-        # Tokens per microbatch as routed. Only for a record they are counted, and the tokens that
-        # ranks compute and send: on all ranks, since values are summed.
-        self.counts: TokenCounts | None = None
-        if first.config.record is not None:
-            with lasting_tensors():
-                self.counts = TokenCounts(experts, world.num_ranks, device_of_rank())
+        self.counts = _token_counts(states, experts)
         # Computed tokens by rank, microbatch and layer, [N, M, L]; 0 except for this rank.
         distinguished = 1 if self.counts is None else self.counts.distinguished
         self._computed = np.zeros((world.num_ranks, distinguished, len(states)), dtype=np.int64)
+        # Microbatches whose quotas were not computed, because they had no replicas, [M, L].
+        self._plain = np.zeros((distinguished, len(states)), dtype=bool)
         # Tokens sent to other nodes, [L].
         self._crossing = np.zeros(len(states), dtype=np.int64)
-        # Placements without and with late replicas of the iteration whose loads are being summed.
+        # Placements without and with late replicas of the iteration whose loads are being summed,
+        # and its `_plain`.
         self._placed: list[tuple[Placement, Placement]] = []
+        self._summed_plain = self._plain
         # Number of the last iteration that has begun.
         self._number = 0
         info = stage_info(
@@ -102,6 +103,9 @@ class LayerRecorder(StepEvents):
     def iteration_begins(self, iteration: int) -> None:
         # Called after the prefetcher, which has collected the loads of the iteration before.
         self._number = iteration
+        if self.counts is not None:
+            # Evaluation may have noted loads since the sum.
+            self.counts.noted.zero_()
 
     @property
     def _num_counts(self) -> int:
@@ -117,7 +121,9 @@ class LayerRecorder(StepEvents):
             sent_tokens: tokens that this rank sent to each rank, [N]; ``None`` if unknown.
         """
         assert self.counts is not None
-        self._computed[self._rank, self.counts.microbatch(layer), layer] += forward.num_tokens
+        microbatch = self.counts.microbatch(layer)
+        self._computed[self._rank, microbatch, layer] += forward.num_tokens
+        self._plain[microbatch, layer] |= forward.replicas is None
         if self._crosses and sent_tokens is not None:
             self._crossing[layer] += np.asarray(sent_tokens)[self._elsewhere].sum()
 
@@ -137,6 +143,7 @@ class LayerRecorder(StepEvents):
         measured = np.concatenate([self._computed.ravel(), self._crossing])
         self._computed[:] = 0
         self._crossing[:] = 0
+        self._summed_plain, self._plain = self._plain, np.zeros_like(self._plain)
         return measured
 
     def take(self, load: np.ndarray, measured: np.ndarray) -> None:
@@ -144,19 +151,19 @@ class LayerRecorder(StepEvents):
 
         Args:
             load: tokens per layer and expert, summed over the group, [L, E].
-            measured: results of `measured`, then the tokens of home ranks by microbatch and layer,
-                where they are counted ([N * M * L] in the order of `TokenCounts`); summed over the
-                group.
+            measured: results of `measured`, then what follows the tokens of experts in
+                `TokenCounts.take`, where they are counted; summed over the group.
         """
         window = np.nan if self._meter.window is None else self._meter.window
-        build = functools.partial(self._columns, load, measured, self._placed, window)
+        noted = self._placed, self._summed_plain
+        build = functools.partial(self._columns, load, measured, noted, window)
         self.stage.take(self._number, build)
 
     def _columns(
         self,
         load: np.ndarray,
         measured: np.ndarray,
-        placed: Sequence[tuple[Placement, Placement]],
+        noted: tuple[Sequence[tuple[Placement, Placement]], np.ndarray],
         window: float,
     ) -> Columns:
         """Compute the columns of one iteration.
@@ -164,10 +171,12 @@ class LayerRecorder(StepEvents):
         Args:
             load: see `take`.
             measured: see `take`.
-            placed: placements of each layer without and with late replicas.
+            noted: placements of each layer without and with late replicas; and microbatches without
+                quotas, [M, L].
             window: seconds that hide copies; NaN if not measured.
         """
         config = self._states[0].config
+        placed, plain = noted
         placements = [placement for _, placement in placed]
         columns: dict[str, Any] = {
             "load": load,
@@ -179,10 +188,19 @@ class LayerRecorder(StepEvents):
         if config.rehome:
             columns["home"] = np.stack([placement.home for placement in placements])
         if self.counts is not None:
-            counts, rank_sums = np.split(measured, [self._num_counts])
+            counts, home_sums = np.split(measured, [self._num_counts])
             computed, crossing = np.split(counts, [-len(self._crossing)])
             computed = computed.reshape(self._computed.shape) // self._per_rank
-            columns["peak"] = self.counts.fullest(rank_sums)
+            homes, noted_loads = self.counts.split_homes(home_sums)
+            columns["peak"] = sum_fullest(homes)
+            # Every rank has noted the same.
+            own, stock = noted_loads.T / (NOTED * len(computed) * self._per_rank)
+            columns["stock_factor"] = np.maximum(stock, over_mean(homes).max(axis=0))
+            # Without replicas a rank's load is stock's, unless homes have moved.
+            counted = over_mean(homes) * (plain & (not config.rehome))
+            if not self._padded:
+                counted = over_mean(computed.transpose(1, 2, 0))
+            columns["factor"] = np.maximum(own, counted.max(axis=0))
             if self._crosses:
                 columns["crossing"] = crossing
         if self.counts is not None and not self._padded:
@@ -192,7 +210,30 @@ class LayerRecorder(StepEvents):
             # Not counted, or rows of the experts' input include padding: the loads are the loads of
             # exact quotas for all microbatches together.
             columns["rank_load"] = np.stack(list(map(_balanced, load, placements)))
+        if self.counts is not None:
+            # For homes that have moved, where only loads of the iteration are known.
+            columns["factor"] = np.maximum(columns["factor"], over_mean(columns["rank_load"]))
         return columns
+
+
+def _token_counts(states: Sequence[LayerState], experts: Sequence[int]) -> TokenCounts | None:
+    """Make the counts of tokens per microbatch as routed; ``None`` without record and budget.
+
+    With them the tokens that ranks compute and send are counted, too: on all ranks, because values
+    are summed.
+
+    Args:
+        states: states of the stage's layers.
+        experts: number of experts of each layer, [L].
+    """
+    first = states[0]
+    if first.config.record is None and rank_budget(first.stock_dispatcher) is None:
+        return None
+    with lasting_tensors():
+        counts = TokenCounts(experts, first.world.num_ranks, device_of_rank())
+        for state, noted in zip(states, counts.noted, strict=True):
+            state.rerouter.tables.noted = noted
+    return counts
 
 
 def _balanced(load: np.ndarray, placement: Placement) -> np.ndarray:

@@ -113,6 +113,8 @@ def stage_metrics(
     metrics = step_metrics(
         loads, routed, computed, token_ms=prices.token_ms, price_ms=prices.price_ms[0]
     )
+    names = {"factor": "rank_capacity_factor", "stock_factor": "stock_rank_capacity_factor"}
+    metrics |= {name: columns[column] for column, name in names.items() if column in columns}
     if "replica" not in columns:
         return metrics
     shape = prices.shape
@@ -186,6 +188,8 @@ REDUCTIONS: dict[str, tuple[str, Callable[[np.ndarray], Any]]] = {
     "dead_experts": ("moe/dead_experts", np.sum),
     "hidden_share": ("fssdp/hidden_share", np.mean),
     "cum_overload_factor": ("moe/max_cum_overload_factor", np.max),
+    "rank_capacity_factor": ("fssdp/rank_capacity_factor", np.max),
+    "stock_rank_capacity_factor": ("fssdp/stock_rank_capacity_factor", np.max),
 }
 # One value per stage, repeated for its layers, so that no layer is logged.
 OF_STAGES: str = "cum_overload_factor"

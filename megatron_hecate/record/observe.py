@@ -37,7 +37,7 @@ from megatron_hecate.plan import CPU, H100, Speeds, World
 from megatron_hecate.record.job_metrics import JobMetrics
 from megatron_hecate.record.job_sizes import stage_info, stock_shape
 from megatron_hecate.record.recorder import Columns, StageRecorder
-from megatron_hecate.record.token_counts import TokenCounts
+from megatron_hecate.record.token_counts import TokenCounts, over_mean, sum_fullest
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.load_monitor import GroupSum
 
@@ -226,5 +226,6 @@ class Observer:
 
     def _columns(self, end: float, sums: np.ndarray) -> Columns:
         """Split the sums of an iteration with this unix time of its ``end``."""
-        load, peak = self.counts.split(sums)
-        return {"time": np.array(end), "load": load, "peak": peak}
+        load, ranks, _ = self.counts.split(sums)
+        columns = {"time": np.array(end), "load": load, "peak": sum_fullest(ranks)}
+        return {**columns, "stock_factor": over_mean(ranks).max(axis=0)}

@@ -48,6 +48,8 @@ COLUMNS: dict[str, str] = {
     "rank_load": "<u4",
     "crossing": "<u4",
     "window": "<f4",
+    "factor": "<f8",
+    "stock_factor": "<f8",
 }
 # Columns with one value per iteration.
 TIMES = ("iteration", "time")
@@ -122,6 +124,9 @@ class RunRecord:
             seconds; NaN before the first measurement.
         home: rank of each expert's home, [T, L, E] int64; ``None`` if experts stay at their
             original homes.
+        factor: largest rank load of a microbatch as computed, over its mean, [T, L]: what
+            ``moe_expert_rank_capacity_factor`` must be at least, without padding.
+        stock_factor: the same for each expert at its original home, [T, L]; also when observing.
     """
 
     info: RunInfo
@@ -137,6 +142,8 @@ class RunRecord:
     rank_load: np.ndarray | None = None
     crossing: np.ndarray | None = None
     window: np.ndarray | None = None
+    factor: np.ndarray | None = None
+    stock_factor: np.ndarray | None = None
 
 
 def row_type(columns: Mapping[str, Sequence[int]]) -> np.dtype:

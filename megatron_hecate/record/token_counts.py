@@ -7,6 +7,7 @@ experts, N ranks.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -50,6 +51,9 @@ class TokenCounts:
             homes[layer, :layer_experts] = torch.arange(layer_experts) // (layer_experts // ranks)
         self._homes = homes.to(device).expand_as(self._counts)
         self._rank_shape = (distinguished, num_layers, ranks)
+        # Largest rank loads that quotas have noted, [L, 2], see `QuotaTables.noted`; equal on all
+        # ranks. The owner resets them.
+        self.noted = torch.zeros((num_layers, 2), dtype=torch.int64, device=device)
 
     def add(self, layer: int, routes: Tensor) -> None:
         """Count one forward of a layer's router, as one microbatch.
@@ -92,33 +96,45 @@ class TokenCounts:
         """Return the counts of the iteration, to be summed over the group, and reset them.
 
         Returns:
-            One vector of tokens by layer and expert, [L, E], and tokens by microbatch, layer and
-            home rank, [M, L, N].
+            One vector of tokens by layer and expert, [L, E], tokens by microbatch, layer and home
+            rank, [M, L, N], and `noted`, [L, 2].
         """
         ranks = self._counts.new_zeros(self._rank_shape)
         ranks.scatter_add_(2, self._homes, self._counts)
-        sums = torch.cat([self._counts.sum(dim=0).flatten(), ranks.flatten()])
+        parts = [self._counts.sum(dim=0), ranks, self.noted]
+        sums = torch.cat([part.flatten() for part in parts])
         self._counts.zero_()
         self._running.zero_()
         self._running[:, 0] = 1
         self._begun = [0] * len(self._begun)
         return sums
 
-    def split(self, total: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def split(self, total: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Split the sum over the group of vectors of `take`.
 
         Returns:
-            Tokens by layer and expert, [L, E], and the tokens of the fullest rank of each
-            microbatch, summed over microbatches, [L].
+            Tokens by layer and expert, [L, E], and the results of `split_homes`.
         """
         num_layers, experts = self._counts.shape[1:]
         load = total[: num_layers * experts].reshape(num_layers, experts)
-        return load, self.fullest(total[num_layers * experts :])
+        return load, *self.split_homes(total[num_layers * experts :])
 
-    def fullest(self, ranks: np.ndarray) -> np.ndarray:
-        """Return the tokens of the fullest rank of each microbatch, summed over microbatches, [L].
+    def split_homes(self, sums: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Split what follows the tokens of experts in the sum of `take`.
 
-        Args:
-            ranks: tokens by microbatch, layer and home rank, [M * L * N], summed over the group.
+        Returns:
+            Tokens by microbatch, layer and home rank, [M, L, N], and the sum of `noted`, [L, 2].
         """
-        return ranks.reshape(self._rank_shape).max(axis=2).sum(axis=0)
+        ranks = sums[: math.prod(self._rank_shape)].reshape(self._rank_shape)
+        return ranks, sums[ranks.size :].reshape(self.noted.shape)
+
+
+def sum_fullest(ranks: np.ndarray) -> np.ndarray:
+    """Sum the tokens of the fullest rank of each microbatch, [L], over ``ranks`` [M, L, N]."""
+    return ranks.max(axis=2).sum(axis=0)
+
+
+def over_mean(ranks: np.ndarray) -> np.ndarray:
+    """Divide the tokens of the fullest of ``ranks`` [..., N] by their mean; 0 without tokens."""
+    mean = ranks.mean(axis=-1)
+    return np.divide(ranks.max(axis=-1), mean, out=np.zeros_like(mean), where=mean > 0)

@@ -20,6 +20,8 @@ from megatron_hecate.routing.tables import GroupShape, HolderOrder
 
 # threads of the kernel's single thread block
 THREADS: int = 256
+# see ``kernels/quotas.cuh``
+NOTED: int = 65536
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -63,6 +65,10 @@ class QuotaTables:
         shared_bytes = shape.shared_bytes(THREADS)
         self._shared_bytes = shared_bytes if shared_bytes <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
+        # Largest rank load over the mean that a launch has seen, in units of 1 / `NOTED`, with
+        # these quotas and with each expert where Megatron builds it: [2] int64, raised by `parts`.
+        # At a fixed address, because graphs hold it. ``None`` for none.
+        self.noted: Tensor | None = None
         self._loads_shape = (len(shape.source_rank), shape.num_experts)
         # index of each source in the group's order
         self._source_index = np.argsort(shape.order).tolist()
@@ -133,6 +139,7 @@ class QuotaTables:
             ctypes.c_int(self.shape.source_rank[source]),
             ctypes.c_void_p(parts.data_ptr()),
             ctypes.c_void_p(None if counts is None else counts.data_ptr()),
+            ctypes.c_void_p(None if self.noted is None else self.noted.data_ptr()),
             blocks=1,
             threads=THREADS,
             shared_bytes=shared,

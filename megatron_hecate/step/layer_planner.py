@@ -28,9 +28,10 @@ from megatron_hecate import trace
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
+from megatron_hecate.megatron.dispatcher import expert_alignment, rank_budget
 from megatron_hecate.megatron.forward_pass import LayerIteration
 from megatron_hecate.megatron.training_state import Forward
-from megatron_hecate.plan import Placement, add_late_replicas, plan_replicas
+from megatron_hecate.plan import Placement, add_late_replicas, load_limit, plan_replicas
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.step.load_monitor import LoadMonitor
@@ -59,11 +60,23 @@ class PlanInputs:
         self.world = state.world
         self.cost = state.copy_cost(microbatches, meter)
         self.previous = state.planned
+        self.limit: float | None = None
+        factor = rank_budget(state.stock_dispatcher)
+        if factor is not None:
+            rows = forecast.sum() / (self.world.num_ranks * microbatches * state.parts.passes)
+            alignment = expert_alignment(state.parts.layer.config)
+            experts = self.homes.slots_per_rank
+            self.limit = load_limit(factor, rows=rows, experts=experts, alignment=alignment)
 
     def plan(self) -> Placement:
         """Plan the layer's replicas."""
         return plan_replicas(
-            self.forecast, self.homes, self.world, cost=self.cost, previous=self.previous
+            self.forecast,
+            self.homes,
+            self.world,
+            cost=self.cost,
+            previous=self.previous,
+            limit=self.limit,
         )
 
     def equal(self, other: PlanInputs) -> bool:
@@ -73,6 +86,7 @@ class PlanInputs:
             and self.previous is other.previous
             and self.world == other.world
             and self.cost == other.cost
+            and self.limit == other.limit
             and np.array_equal(self.forecast, other.forecast)
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_hecate.plan import World
+from megatron_hecate.plan import World, load_limit
 from megatron_hecate.plan.cost import BACKWARD
 from megatron_hecate.tools.presets import CLUSTERS, Cluster, Model
 from megatron_hecate.tools.run import Run
@@ -39,6 +39,8 @@ class JobSettings:
         sends_once: whether the dispatcher sends a token to a rank or node once.
         hidden: share of every all-to-all that hides behind compute.
         recompute: whether layers repeat their forward in the backward.
+        factor: ``moe_expert_rank_capacity_factor``; ``None`` without a budget of tokens.
+        alignment: multiple of rows to which the dispatcher pads each expert's tokens.
         step_ms: measured time of a stock step; ``None`` if unknown.
         step_is_given: whether a flag gave it.
         notes: contradictions of flags and record.
@@ -59,6 +61,8 @@ class JobSettings:
     sends_once: bool = False
     hidden: float = 0.0
     recompute: bool = False
+    factor: float | None = None
+    alignment: int = 1
     step_ms: float | None = None
     step_is_given: bool = False
     notes: tuple[str, ...] = ()
@@ -89,8 +93,8 @@ class JobSettings:
         cluster, cluster_name = _cluster(flags, run)
         pp = choose(flags.pp, run.pp, "{} pipeline stages")
         vpp = choose(flags.vpp, run.vpp, "{} chunks per stage")
-        count = choose(flags.microbatches, run.microbatches, "{} microbatches per step")
-        microbatches = count or MICROBATCHES
+        what = "{} microbatches per step"
+        microbatches = choose(flags.microbatches, run.microbatches, what) or MICROBATCHES
         ranks, ep = _layout(flags, run, model, (pp, vpp, microbatches))
         given = None
         if flags.micro_batch is not None or flags.seq is not None:
@@ -100,10 +104,8 @@ class JobSettings:
         step_ms = None
         if _has_work_of(run, (ep, pp, vpp, microbatches, model.layers), tokens):
             step_ms = run.stock_step_ms
-        is_sharded = (
-            not flags.no_distributed_optimizer and run.info.job.get("optimizer_shards") != 1
-        )
-        dispatcher = flags.dispatcher or run.info.job.get("dispatcher")
+        job = run.info.job
+        is_sharded = not flags.no_distributed_optimizer and job.get("optimizer_shards") != 1
         return cls(
             model=model,
             cluster=cluster,
@@ -117,9 +119,11 @@ class JobSettings:
             tokens=tokens,
             measured=cluster_name not in CLUSTERS and flags.cluster is not None,
             optimizer_shards=ranks // pp // ep if is_sharded else 1,
-            sends_once=dispatcher == "flex",
+            sends_once=(flags.dispatcher or job.get("dispatcher")) == "flex",
             hidden=flags.hidden_all_to_all,
-            recompute=flags.recompute or bool(run.info.job.get("recompute", False)),
+            recompute=flags.recompute or bool(job.get("recompute", False)),
+            factor=flags.rank_capacity_factor or job.get("factor"),
+            alignment=job.get("alignment", 1),
             step_ms=choose(flags.step_ms, step_ms, "steps of {:,.0f} ms (median)", CLOSE),
             step_is_given=flags.step_ms is not None,
             notes=tuple(notes),
@@ -153,6 +157,14 @@ class JobSettings:
             cluster = cluster.for_group(self.ep)
         node = tuple(rank // cluster.per_node for rank in range(self.ep))
         return World(node, cluster.speeds)
+
+    def load_limit(self, slots: int) -> float | None:
+        """Return the limit of plans with ``slots``, see `plan.load_limit`; ``None`` for none."""
+        if self.factor is None:
+            return None
+        experts = self.model.experts // self.ep + slots
+        rows = self.tokens * self.model.top_k
+        return load_limit(self.factor, rows=rows, experts=experts, alignment=self.alignment)
 
     @property
     def once(self) -> int:

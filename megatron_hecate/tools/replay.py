@@ -63,6 +63,7 @@ class Outcome(Setup):
         name: label in the table.
         seconds: time of a step.
         imbalance: load of the fullest rank over the mean, averaged over steps and layers.
+        worst: largest of these ratios of a step and layer.
         memory: memory of a rank's experts.
         parts: seconds per step that the setup gains over stock, by name of `PARTS`; below 0 if it
             loses. Their sum is stock's time less ``seconds``.
@@ -74,6 +75,7 @@ class Outcome(Setup):
     name: str
     seconds: float
     imbalance: float
+    worst: float
     memory: ExpertMemory
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     exposed: float = 0.0
@@ -194,6 +196,7 @@ class Replay:
         homes = Placement.initial(
             self.settings.model.experts, self.settings.ep, num_slots=setup.slots
         )
+        limit = self.settings.load_limit(setup.slots)
         history = LoadHistory()
         placed = []
         latest = [homes] * len(self.layers)
@@ -202,7 +205,9 @@ class Replay:
             forecast = history.forecast() if step >= self.first - 1 else None
             if forecast is not None:
                 latest = [
-                    plan_replicas(load, homes, group.world, cost=cost, previous=previous)
+                    plan_replicas(
+                        load, homes, group.world, cost=cost, previous=previous, limit=limit
+                    )
                     for load, previous in zip(forecast, latest, strict=True)
                 ]
             placed.append(latest)
@@ -269,6 +274,7 @@ class Replay:
             name=name,
             seconds=float(prediction.run_ms.mean()) / 1e3,
             imbalance=float(work.peak.mean() / self.forced.peak.mean()),
+            worst=float((work.peak / self.forced.peak).max()),
             memory=self.memory(setup),
             parts={part: won / 1e3 for part, (_, won) in prediction.parts_ms().items()},
         )

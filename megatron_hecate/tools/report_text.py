@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+from megatron_hecate.plan import worst_padding
 from megatron_hecate.plan.replicas import BALANCED
 from megatron_hecate.tools.comparison import Comparison
 from megatron_hecate.tools.recommendation import expert_range, flags_of, share_range
@@ -175,7 +177,35 @@ def sentences(run: Run, mean: Mapping[str, float]) -> list[str]:
         texts.append("Loads of the fullest rank are those of each microbatch.")
     if not run.observed:
         texts.append(_copies_text(run))
+    if record.stock_factor is not None:
+        texts.append(_budget_text(run))
     return texts
+
+
+def _budget_text(run: Run) -> str:
+    """State which ``moe_expert_rank_capacity_factor`` sufficed, with FSSDP and without."""
+    record, info = run.record, run.info
+    factor, stock = record.factor, record.stock_factor
+    text = "For the largest rank load of every microbatch, moe_expert_rank_capacity_factor="
+    homes = info.num_experts // info.ranks
+    if factor is None:
+        text += f"{upwards(stock.max())} sufficed."
+    else:
+        text += (
+            f"{upwards(factor[1:].max(initial=1.0))} sufficed from the second iteration on, "
+            f"{upwards(factor[0].max())} in the first; without FSSDP {upwards(stock.max())} would "
+            "have."
+        )
+    alignment = info.job.get("alignment", 1)
+    if alignment > 1 and run.tokens:
+        rows = run.tokens * info.top_k
+        with_slots, without = (
+            worst_padding(rows=rows, experts=experts, alignment=alignment)
+            for experts in (homes + info.slots, homes)
+        )
+        text += f" Padding to {alignment} rows adds {with_slots:.2f} at most"
+        text += "." if factor is None else f", {without:.2f} without FSSDP."
+    return text
 
 
 def _imbalance_text(run: Run, mean: Mapping[str, float]) -> str:
@@ -266,6 +296,11 @@ def reasons(run: Run, decisions: Collection[str]) -> dict[str, str]:
 def count(number: int, what: str) -> str:
     """Format a number with its noun."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def upwards(factor: float) -> str:
+    """Format a factor with two digits, rounded up."""
+    return f"{math.ceil(100 * factor - 1e-3) / 100:.2f}"
 
 
 def percent(share: float) -> str:

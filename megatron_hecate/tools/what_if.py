@@ -63,6 +63,12 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
         add(flag, type=int, help=text, default={"--per-node": 8, "--steps": 16}.get(flag))
     _add_step(parser)
     add("--slots", default="1,2,4", help="replicas per rank and layer (%(default)s)")
+    add(
+        "--rank-capacity-factor",
+        type=float,
+        metavar="F",
+        help="moe_expert_rank_capacity_factor, for which FSSDP plans (default: of a run folder)",
+    )
     add("--lifetime", default=",".join(LIFETIMES), help="lifetimes of replicas (%(default)s)")
     add(
         "--transport",
@@ -120,6 +126,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, flag[2:].replace("-", "_"))
         if value is not None and value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
+    if args.rank_capacity_factor is not None and not 0 < args.rank_capacity_factor < math.inf:
+        got = args.rank_capacity_factor
+        raise ValueError(f"--rank-capacity-factor must be above 0 and finite, got {got}")
     if args.step_ms is not None and not 0 < args.step_ms < math.inf:
         raise ValueError(f"--step-ms must be above 0 and finite, got {args.step_ms}")
     if not 0 <= args.hidden_all_to_all <= 1:
@@ -138,7 +147,7 @@ def check_arguments(args: argparse.Namespace) -> None:
 
 def describe(outcomes: Sequence[Outcome]) -> str:
     """Format the outcomes as a table; forced balance and stock are the first two."""
-    heads = ("step, ms", "speed", "imbalance", "copies, MB", "waits, ms", "experts, GiB")
+    heads = ("step, ms", "speed", "imbalance", "worst", "copies, MB", "waits, ms", "experts, GiB")
     wide = max(37, *(len(one.name) for one in outcomes))
     lines = [" " * wide + "".join(f"{head:>13}" for head in heads)]
     for one in outcomes:
@@ -146,6 +155,7 @@ def describe(outcomes: Sequence[Outcome]) -> str:
             f"{one.seconds * 1e3:.1f}",
             f"{outcomes[0].seconds / one.seconds:.1%}",
             f"{one.imbalance:.3f}",
+            f"{one.worst:.3f}",
             f"{one.sent / 1e6:.1f}",
             f"{one.exposed * 1e3:.2f}",
             f"{one.memory.total / 2**30:.2f}",
@@ -157,6 +167,8 @@ def describe(outcomes: Sequence[Outcome]) -> str:
         "",
         "speed: forced balance is 100%. copies: sent by a rank in a step. "
         "waits: time of a step spent on copies alone",
+        "worst: imbalance of a layer in a step; "
+        "moe_expert_rank_capacity_factor must be larger, by padding, too",
     ]
     return "\n".join(lines)
 

@@ -11,11 +11,14 @@ import itertools
 
 import numpy as np
 import pytest
+from bound import largest_loads
+from loads import DATA, Trace
 from plan_cases import check_placement, least_largest, some_homes, some_load, some_world
 from seeds import seeds
 from shapes import swiglu
 
 from megatron_hecate.plan import (
+    EMPTY,
     CopyCost,
     Placement,
     World,
@@ -56,6 +59,54 @@ def test_tiny_groups_come_near_the_best_of_all_placements(seed: int) -> None:
     )
     plan = plan_replicas(load, homes, World((0,) * 3), cost=FREE)
     assert largest_load(load, plan) <= best + load.sum() / 30
+
+
+@seeds(24)
+def test_above_the_limit_copies_pay_at_any_price(seed: int) -> None:
+    """Tiny groups, every placement tried: under the limit, or a tenth of the mean above the least load at most. A plan
+    that pays and is under the limit stays."""
+    rng = np.random.default_rng(seed)
+    homes, world = Placement.initial(6, 3, num_slots=1), World((0,) * 3)
+    load, limit = rng.integers(1, 1000, 6), rng.uniform(0.9, 1.4)
+    cost = CopyCost(near=float(rng.choice([1, 100, 5000])), routing=float(rng.choice([0, 9000])))
+    choices = itertools.product(
+        *([e for e in (EMPTY, *range(6)) if e < 0 or homes.home[e] != r] for r in range(3))
+    )
+    best = min(
+        least_largest(load, homes.with_replicas([(e, r) for r, e in enumerate(c) if e >= 0]))
+        for c in choices
+    )
+    priced = plan_replicas(load, homes, world, cost=cost)
+    plan = plan_replicas(load, homes, world, cost=cost, limit=limit)
+    most = limit * load.sum() / 3
+    check_placement(plan, num_slots=1)
+    assert largest_load(load, plan) <= max(most, best + load.sum() / 30)
+    if largest_load(load, priced) <= most:
+        assert (plan.table == priced.table).all()
+
+
+def test_a_limit_fills_slots_as_far_as_it_needs() -> None:
+    """Four hot experts of one home, one or two copies of each. Full slots only where no plan is under the limit; none
+    where homes are even but for chance."""
+    homes, world = Placement.initial(16, 4, num_slots=4), World((0,) * 4)
+    forecast = np.array([200, 200, 200, 200, *[50] * 12])  # mean 350, the first rank has 800
+    cost, replicas = CopyCost(near=1e4), []
+    for limit in (None, np.inf, 2.3, 2.0, 1.6, 0.5):
+        plan = plan_replicas(forecast, homes, world, cost=cost, limit=limit)
+        replicas.append(plan.num_replicas)
+        assert largest_load(forecast, plan) <= 350 * max(limit or 3, 1.01)
+    assert replicas == [0, 0, 0, 4, 8, 16]
+    assert plan_replicas(np.full(16, 400), homes, world, cost=cost, limit=0.5).num_replicas == 0
+
+
+# worst iteration over the mean: 1.15 but for a single iteration of one recording
+@pytest.mark.parametrize(("recording", "worst"), [("aux0", 1.15), ("aux1e-2", 1.16)])
+@pytest.mark.parametrize("num_ranks", [16, 32])
+def test_a_recorded_run_stays_under_the_limit(recording: str, worst: float, num_ranks: int) -> None:
+    """Two slots, copies too expensive without a limit, plans from forecasts: no microbatch above 1.15 of the mean."""
+    counts = Trace.read(DATA / f"pysrc_e64k6_{recording}.npz").counts
+    _, levels, replicas = largest_loads(counts, num_ranks, 2, 1.15)
+    assert max(levels) <= worst and sum(levels > 1.15) <= (worst > 1.15) and replicas <= 2
 
 
 def test_copies_that_cost_more_than_they_win_are_not_made() -> None:

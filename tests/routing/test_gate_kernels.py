@@ -18,10 +18,12 @@ import pytest
 import torch
 from gate_mutations import MUTATIONS
 from plan_cases import chain, some_homes, some_replicas, some_world
+from quota_cases import noted_loads
 from rerouting_cases import as_indices
 
 from megatron_hecate.device.compile import SOURCES
 from megatron_hecate.plan import Placement, World
+from megatron_hecate.routing.quotas import NOTED
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
 from megatron_hecate.tools.quotas import quotas_of_all
 
@@ -103,6 +105,8 @@ class Block:
         arrays += [HolderOrder(self.placement, shape).table(), loads, parts, chosen]
         arrays += [np.array(before, np.int32), loads[rank], probs, out > 0, out, out_grad.T, grad]
         arrays.append(exchange(tokens_of, rank, shape.slots_per_rank))
+        earlier = np.array(rng.choice([0, 2 * NOTED, 99 * NOTED], 2))
+        arrays += [earlier, np.maximum(earlier, noted_loads(quotas, order, self.placement, loads))]
         within, physical = np.zeros(indices.shape, np.int32), np.full(indices.shape, -1)
         for token, i in np.argwhere(indices >= 0):
             expert, first = indices[token, i], token // TILE * TILE

@@ -90,7 +90,9 @@ def _outcomes(*seconds: float, **parts: float) -> list[Outcome]:
     memory = ExpertMemory(
         weights=10, grads=20, optimizer=60, replica_weights=0, replica_grads=0, transport=0
     )
-    bare = dict(name="way", imbalance=1.0, memory=memory, parts=dict.fromkeys(PARTS, 0.0))
+    bare = dict(
+        name="way", imbalance=1.0, worst=1.0, memory=memory, parts=dict.fromkeys(PARTS, 0.0)
+    )
     found = [Outcome(slots=0, seconds=time, **bare) for time in seconds]
     found[2] = dataclasses.replace(
         found[2],
@@ -100,6 +102,19 @@ def _outcomes(*seconds: float, **parts: float) -> list[Outcome]:
         parts={**bare["parts"], **parts},
     )
     return found
+
+
+def test_a_budget_of_tokens_is_planned_for(tmp_path: Path, what_if: Any) -> None:
+    """Few tokens: copies do not pay, except to stay within the budget. Oracle: the loads' own largest ratio."""
+    trace = skewed(tmp_path / "few.npz", hot=3)
+    words = (trace, *BASE, "--seq", "64", *ONE_WAY)
+    free, text = what_if(*words)
+    routed = np.load(trace)["counts"].sum(axis=2).reshape(8, 2, 8, 2).sum(axis=3)[-4:]
+    stock = pytest.approx((routed.max(axis=2) / routed.mean(axis=2)).max(), rel=1e-2)
+    assert free["outcomes"][1]["worst"] == free["outcomes"][2]["worst"] == stock
+    bound, text = what_if(*words, "--rank-capacity-factor", "1.2")
+    assert bound["outcomes"][1]["worst"] == stock and bound["outcomes"][2]["worst"] < 1.2
+    assert "moe_expert_rank_capacity_factor" in text
 
 
 def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, what_if: Any) -> None:

@@ -6,6 +6,7 @@ this cannot show: the libraries themselves, which need GPUs. `test_layouts` trai
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from typing import Any
 
@@ -83,6 +84,53 @@ def test_nccl_ep_that_drops_tokens_is_refused() -> None:
     config.moe_expert_capacity_factor = 1.0
     with pytest.raises(ValueError, match=r"moe_expert_capacity_factor=1\.0: NCCL EP .* set model"):
         tiny_gpt.fssdp_hook()(chunks)
+
+
+@pytest.mark.newest
+@ranks(2, preload="te")
+def test_under_a_budget_of_tokens_copies_pay() -> None:
+    """Copies that are too slow to pay are made where a rank would get more tokens than fit."""
+    operators_on_cpu.install()
+    case = _case(flex("hybridep", use_transformer_engine_op_fuser=True), grouped=True)
+    operators_on_cpu.leave_out_empty_rows()
+    has_replicas = []
+    for factor in (None, 32.0, 1.2):
+        budget = dict(case.settings, moe_expert_rank_capacity_factor=factor)
+        budgeted = dataclasses.replace(case, settings=tuple(budget.items()))
+        run = tiny_gpt.train(budgeted, hook=tiny_gpt.fssdp_hook(speeds=None))
+        has_replicas.append(tiny_gpt.num_replicas(run.chunks) > 0)
+        flex_backends.forget()
+    assert has_replicas == [False, False, True]
+
+
+@pytest.mark.newest
+@ranks(2, preload="te")
+def test_the_budget_that_suffices_is_recorded() -> None:
+    """Rows of the experts' input include padding here. Oracle: tokens that each rank is given in each microbatch."""
+    operators_on_cpu.install()
+    budget = dict(moe_expert_rank_capacity_factor=32.0, use_transformer_engine_op_fuser=True)
+    case = _case(flex("hybridep", **budget), grouped=True, accumulate=2, skew=3)
+    operators_on_cpu.leave_out_empty_rows()
+    received: list[int] = []
+    folder = f"{os.environ['TEST_FOLDER']}/run"
+
+    def watched(chunks: list) -> list:
+        for layer in tiny_gpt.moe_layers(tiny_gpt.fssdp_hook(record=folder)(chunks)):
+            layer.experts.register_forward_pre_hook(
+                lambda _, inputs: received.append(int(inputs[1].sum()))
+            )
+        return chunks
+
+    run = tiny_gpt.train(case, steps=4, hook=watched)
+    record = recorded_run(run.chunks, folder)
+    of_ranks: list[Any] = [None, None]
+    dist.all_gather_object(of_ranks, received)
+    tokens = np.array(of_ranks).reshape(2, 4, 2, 2)  # [N, T, M, L]
+    largest = (tokens.max(axis=0) / tokens.mean(axis=0)).max(axis=1)
+    assert np.allclose(record.factor, largest, rtol=0, atol=2e-5)
+    # no replicas in the first iteration
+    assert np.allclose(record.factor[0], record.stock_factor[0], rtol=0, atol=2e-5)
+    assert (record.replica[1:] >= 0).any() and (record.factor < record.stock_factor).any()
 
 
 @pytest.mark.newest

@@ -156,9 +156,8 @@ def test_captures_under_two_plans_are_equal() -> None:
     first, second = Graph.made
     assert first_difference(first, second) is None
     counts = Counter(call.name.split()[0] for call in first.calls)
-    assert counts["fssdp_gather"] == counts["fssdp_reduce_32_32"] == 2, (
-        "one per layer and iteration"
-    )
+    print(counts, flush=True)
+    assert 0
 
 
 @ranks(2, timeout=600)

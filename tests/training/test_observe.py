@@ -50,6 +50,12 @@ def _check_simulated(folder: str, layers: list) -> None:
         assert pairs == run.record.load[0, 0].sum()
 
 
+def _largest_over_mean(of_ranks: torch.Tensor, *, microbatches: int) -> np.ndarray:
+    """[T, L] the largest of the ratios of microbatches, of tokens by rank, the last axis; 0 without tokens."""
+    ratios = of_ranks.amax(dim=-1) / of_ranks.double().mean(dim=-1).clamp(min=1e-9)
+    return ratios.amax(dim=microbatches).numpy()
+
+
 @pytest.mark.parametrize("name", quick(["alone", *LAYOUT_NAMES], QUICK))
 @ranks(2)
 def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str) -> None:
@@ -77,6 +83,7 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
         # Brute force over forwards: the fullest rank of each.
         of_ranks = loads.unflatten(3, (case.ep, -1)).sum(dim=4)
         assert record.peak.tolist() == of_ranks.amax(dim=3).sum(dim=2).tolist()
+        assert np.allclose(record.stock_factor, _largest_over_mean(of_ranks, microbatches=2))
     assert record.load.sum() > 0
     if dist.get_rank() == 0:
         job = info.job
@@ -162,6 +169,12 @@ def test_a_run_with_fssdp_records_what_its_layers_did(name: str) -> None:
     assert record.peak.tolist() == routed.amax(dim=3).sum(dim=1).tolist()
     fullest = of_microbatches[..., :4].amax(dim=3).sum(dim=1)
     assert record.computed_peak.tolist() == fullest.tolist()
+    computed_factor = _largest_over_mean(of_microbatches[..., :4], microbatches=1)
+    # Quotas note it rounded up.
+    assert np.allclose(record.factor, computed_factor, rtol=0, atol=2e-5)
+    stock_factor = _largest_over_mean(routed, microbatches=1)
+    assert np.allclose(record.stock_factor, stock_factor, rtol=0, atol=2e-5)
+    assert (record.factor[1:] < record.stock_factor[1:]).any() == bool(slots)
     of_iteration = total[:, :, 4:12].unflatten(2, (4, 2)).sum(dim=3).amax(dim=2)
     assert (record.peak > of_iteration.numpy()).any()
     for t, layers in enumerate(placed):

@@ -7,8 +7,9 @@ import torch
 from plan_cases import chain, some_homes, some_load, some_replicas, some_world
 
 from megatron_hecate.device.launch import Kernels
-from megatron_hecate.routing.quotas import QuotaTables
-from megatron_hecate.routing.tables import GroupShape
+from megatron_hecate.plan import Placement
+from megatron_hecate.routing.quotas import NOTED, QuotaTables
+from megatron_hecate.routing.tables import GroupShape, HolderOrder
 from megatron_hecate.tools.quotas import quotas_of_all
 
 
@@ -18,6 +19,18 @@ def loads_of(
     """[N, E] of sources with tastes of their own, some of them without a token."""
     has_tokens = rng.random((num_sources, 1)) < 0.9
     return np.array([some_load(rng, num_experts, tokens=tokens) for _ in has_tokens]) * has_tokens
+
+
+def noted_loads(
+    quotas: np.ndarray, order: HolderOrder, placement: Placement, loads: np.ndarray
+) -> list[int]:
+    """What a launch notes of all sources' quotas: largest rank loads over the mean, with replicas and as built."""
+    ranks, tokens = placement.num_ranks, loads.sum(axis=0)
+    computed = np.zeros(ranks, np.int64)
+    np.add.at(computed, order.rank, quotas.sum(axis=0))
+    built = np.arange(len(tokens)) // -(-len(tokens) // ranks)
+    fullest = [computed.max(), max(tokens[built == rank].sum() for rank in range(ranks))]
+    return [-(int(load) * ranks * NOTED // -max(1, int(tokens.sum()))) for load in fullest]
 
 
 def check_every_source(seed: int, device: torch.device) -> None:
@@ -40,6 +53,7 @@ def check_every_source(seed: int, device: torch.device) -> None:
     physical = np.zeros((placement.num_ranks, shape.num_physical), np.int64)
     physical[:, order.physical] = expected
     slots, on_device = shape.slots_per_rank, torch.from_numpy(loads.astype(np.int32)).to(device)
+    tables.noted = torch.tensor([0, 9 * NOTED], device=device)
     for source in range(placement.num_ranks):
         parts, exchange = tables.parts_and_exchange(on_device, source)
         received = physical[:, source * slots : (source + 1) * slots]
@@ -55,3 +69,5 @@ def check_every_source(seed: int, device: torch.device) -> None:
         for expert in range(placement.num_experts):
             (holders,) = np.nonzero(order.expert == expert)
             assert np.array_equal(ends[holders], expected[source, holders].cumsum()), source
+    noted = noted_loads(expected, order, placement, loads)
+    assert tables.noted.tolist() == [noted[0], max(9 * NOTED, noted[1])]
