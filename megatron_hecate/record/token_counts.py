@@ -42,7 +42,7 @@ class TokenCounts:
         )
         # Microbatch that each layer counts next, one-hot, [L, M].
         self._running = torch.zeros((num_layers, distinguished), dtype=torch.int64, device=device)
-        self._running[:, 0] = 1
+        self._running[:, 0].fill_(1)
         # Microbatches of each layer that `next_of` has begun, [L].
         self._begun = [0] * num_layers
         # Home rank of each expert, [L, E]; experts that a layer lacks have no tokens.
@@ -82,8 +82,8 @@ class TokenCounts:
     def next_of(self, layer: int) -> Tensor:
         """Return the counts of a layer's next microbatch, [E], for a kernel to add to.
 
-        The host chooses the microbatch, in contrast to `add`, so CUDA graphs must not hold the
-        addition.
+        The host chooses the microbatch, in contrast to `add`, so a CUDA graph that holds the
+        addition must hold all microbatches.
         """
         self._begun[layer] += 1
         return self._counts[self.microbatch(layer), layer]
@@ -105,7 +105,7 @@ class TokenCounts:
         sums = torch.cat([part.flatten() for part in parts])
         self._counts.zero_()
         self._running.zero_()
-        self._running[:, 0] = 1
+        self._running[:, 0].fill_(1)
         self._begun = [0] * len(self._begun)
         return sums
 

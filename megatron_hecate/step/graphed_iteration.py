@@ -49,11 +49,8 @@ class GraphedIteration:
             state.rerouter.tables.place(state.placement)
         plans = {state.name: state.current.transfers for state in states}
         states[0].transport.write({name: plan for name, plan in plans.items() if plan is not None})
-        monitor.prepare()
-        if monitor.recorder is not None:
-            monitor.recorder.measured()
+        monitor.prepare(replays=count > 0)
         if count:
-            monitor.expect()
             prefetcher.planner.early.start(
                 states, monitor, prefetcher.meter, clock.counted_microbatches or 1
             )

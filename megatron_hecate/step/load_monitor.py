@@ -215,21 +215,30 @@ class LoadMonitor:
         """
         if not self._counts or self._reduced is not None:
             return False
+        included = torch.from_numpy(self._measured())
+        on_device = self._counts[0]
+        if on_device.is_cuda:
+            included = included.pin_memory().to(on_device.device, non_blocking=True)
+        sums = self._take_counts(included)
+        self._counts = ()
+        self._reduced = GroupSum(sums, self._group, timeout=self._timeout)
+        return True
+
+    def _measured(self) -> np.ndarray:
+        """Return what the sum includes besides counts: the meter's, and the recorder's numbers."""
         included = np.asarray([*self._meter.measured(), self._count_frozen()], dtype=np.int64)
         if self.recorder is not None:
             included = np.concatenate([included, self.recorder.measured()])
+        return included
+
+    def _take_counts(self, included: Tensor) -> Tensor:
+        """Return the counts [L * E], ``included``, and what a recorder counts."""
         if self.recorder is not None and self.recorder.counts is not None:
             counts = self.recorder.counts.take()
         else:
             counts = torch.cat(list(self._counts))
-        self._counts = ()
-        measured = torch.from_numpy(included)
-        if counts.is_cuda:
-            measured = measured.pin_memory().to(counts.device, non_blocking=True)
         # What follows the counts [L * E] are tokens of home ranks, which `LoadRecorder.take` gets.
-        sums = torch.cat([counts[: self._size], measured, counts[self._size :]])
-        self._reduced = GroupSum(sums, self._group, timeout=self._timeout)
-        return True
+        return torch.cat([counts[: self._size], included, counts[self._size :]])
 
     def peek(self) -> Callable[[], tuple[np.ndarray, list[int]] | None]:
         """Return a function that reads the started sum, for use in any thread.
@@ -306,17 +315,16 @@ class GraphedMonitor(LoadMonitor):
     def start_reduce(self) -> bool:
         if not self._counts or self._is_started:
             return False
-        if self._host is None:
-            on_gpu = self._counts[0].is_cuda
+        if self._included is None:
             with lasting_tensors():
-                self._included = self._counts[0].new_zeros(_INCLUDED)
-                size = self._size + _INCLUDED
-                self._host = torch.zeros(size, dtype=torch.int64, pin_memory=on_gpu)
-        assert self._included is not None
-        sums = torch.cat([*self._counts, self._included])
+                self._included = self._counts[0].new_zeros(len(self._measured()))
+        sums = self._take_counts(self._included)
+        torch._foreach_zero_(list(self._counts))
+        if self._host is None:
+            with lasting_tensors():
+                self._host = torch.empty_like(sums, device="cpu", pin_memory=sums.is_cuda)
         dist.all_reduce(sums, group=self._group)
         self._host.copy_(sums, non_blocking=True)
-        torch._foreach_zero_(list(self._counts))
         self._is_started = True
         self._reduced = _GraphedSum(self._host)
         return True
@@ -327,14 +335,18 @@ class GraphedMonitor(LoadMonitor):
             self._is_started = True
             self._reduced = _GraphedSum(self._host)
 
-    def prepare(self) -> None:
-        """Expect the sum of another iteration, outside of any capture. The last one was read."""
-        self._is_started = False
-        if self._host is not None and self._included is not None:
-            self._host.fill_(NOT_HERE)
-            self._included[-1:].fill_(self._count_frozen())
+    def prepare(self, *, replays: bool) -> None:
+        """Expect the sum of another iteration, outside of any capture. The last one was read.
 
-    def expect(self) -> None:
-        """Expect that a replay sums the counts of the iteration that begins."""
-        assert self._host is not None
-        self._reduced = _GraphedSum(self._host)
+        Args:
+            replays: whether a graph may sum the counts, without Python.
+        """
+        self._is_started = False
+        if self._host is None or self._included is None:
+            return
+        self._host.fill_(NOT_HERE)
+        # A replay measures nothing, but placements and frozen parameters are those of now.
+        included = self._measured() * (np.arange(len(self._included)) == MEASURED)
+        self._included.copy_(torch.from_numpy(included))
+        if replays:
+            self._reduced = _GraphedSum(self._host)

@@ -194,7 +194,6 @@ MODEL = (
         for name, instead, why in (
             ("moe_fssdp_late_replicas", 0, "the host chooses late replicas"),
             ("moe_fssdp_rehome", 0, "homes may not move"),
-            ("moe_fssdp_record", None, "records count single microbatches on the host"),
             ("moe_enable_routing_replay", False, "replayed routes are read by the host"),
         )
     ),
