@@ -98,12 +98,12 @@ class SharedLayout(NamedTuple):
     """Division of the buffer that peers read, in one direction: chunks, then stripe buffers.
 
     Args:
-        count: chunks: own experts that are sent, or parts of sums by slot.
+        num_chunks: own experts that are sent, or parts of sums by slot.
         stride: bytes from chunk to chunk.
         stripe_stride: bytes from stripe buffer to stripe buffer.
     """
 
-    count: int
+    num_chunks: int
     stride: int
     stripe_stride: int
 
@@ -123,7 +123,7 @@ class SharedLayout(NamedTuple):
     @property
     def stripes_begin(self) -> int:
         """Bytes before the stripe buffers."""
-        return self.count * self.stride
+        return self.num_chunks * self.stride
 
     def size(self, num_stripes: int) -> int:
         """Return the bytes of the buffer with ``num_stripes`` stripe buffers."""

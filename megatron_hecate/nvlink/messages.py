@@ -86,7 +86,8 @@ def _rounds_of_return(plan: DomainPlan, size: int) -> Iterator[Round]:
     for turn in range(1, num_domains):
         source = (plan.own_domain + turn) % num_domains
         target = (plan.own_domain - turn) % num_domains
-        sends, receives, adds = [], [], []
+        sends, receives = [], []
+        adds: list[tuple[Stripe, int]] = []
         for number, chunk in enumerate(plan.crossing):
             if chunk.home_domain == target:
                 sends.append(Stripe(number, size, _carrier(plan, target)))

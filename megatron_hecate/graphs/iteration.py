@@ -9,13 +9,13 @@ cover all slots and all own experts (`TransferPlan.covered`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import numpy as np
+import torch
 
+from megatron_hecate.device.autograd import lasting_tensors
+from megatron_hecate.graphs.monitor import GraphedMonitor
 from megatron_hecate.megatron.cuda_graphs import replays
-from megatron_hecate.step.load_monitor import GraphedMonitor
-
-if TYPE_CHECKING:
-    from megatron_hecate.step.prefetch import Prefetcher
+from megatron_hecate.step.prefetch import Prefetcher
 
 
 class GraphedIteration:
@@ -29,8 +29,16 @@ class GraphedIteration:
         self._prefetcher = prefetcher
         # Iterations that Megatron had run by graphs when the running one began.
         self._replays = 0
-        for state in prefetcher.states:
+        states = prefetcher.states
+        tables = [state.rerouter.tables for state in states]
+        size = max(table.shape.holders_size for table in tables)
+        # The quotas' tables of all layers, which one copy writes.
+        self._numbers = np.zeros((len(states), size), np.int32)
+        with lasting_tensors():
+            self._holders = torch.from_numpy(self._numbers).to(tables[0].device, copy=True)
+        for state, table, row in zip(states, tables, self._holders, strict=True):
             state.rerouter.separate_homes(state.homes)
+            table.move(row)
 
     def prepare(self) -> None:
         """Begin the next iteration: read loads, plan all layers, write the tables. Collective."""
@@ -44,9 +52,16 @@ class GraphedIteration:
         clock = prefetcher.clock
         clock.begin()
         states = prefetcher.states
-        for state in states:
+        for row, state in zip(self._numbers, states, strict=True):
             prefetcher.planner.plan(state, prefetcher.forecast)
-            state.rerouter.tables.place(state.placement)
+            tables = state.rerouter.tables
+            tables.placed = state.placement
+            numbers = tables.numbers(state.placement)
+            row[: len(numbers)] = numbers
+        numbers = torch.from_numpy(self._numbers)
+        if self._holders.is_cuda:
+            numbers = numbers.pin_memory()
+        self._holders.copy_(numbers, non_blocking=True)
         plans = {state.name: state.current.transfers for state in states}
         states[0].transport.write({name: plan for name, plan in plans.items() if plan is not None})
         monitor.prepare(replays=count > 0)
