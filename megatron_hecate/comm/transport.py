@@ -210,12 +210,14 @@ class Transport(Protocol):
         name: "p2p" or "nvlink".
         scatters: True if receivers share the work of copying and each node receives one copy; False
             if homes send all copies.
+        is_capturable: True if a CUDA graph can hold its transfers for changing plans.
         group: process group of the ranks, used by transfers only, so that copies do not queue
             behind tokens.
     """
 
     name: str
     scatters: bool
+    is_capturable: bool
     group: dist.ProcessGroup
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:

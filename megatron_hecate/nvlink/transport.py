@@ -81,6 +81,8 @@ class NVLink:
         self._domain = domain
         self._domains = tuple(map(tuple, domains))
         self._sizes = tuple(map(len, self._domains))
+        # Peers and sizes of messages between domains would be frozen.
+        self.is_capturable = len(self._domains) == 1
         self._rank = group.rank()
         self._between = P2P(group, timeout=timeout)
         # Progress counters of the next transfer; initially the counters are 0.

@@ -14,14 +14,17 @@ import graphs_on_cpu
 import pytest
 import static_experts
 import tiny_gpt
+import torch.distributed as dist
 from graph_calls import first_difference
 from graph_capture import Graph
 from layouts import COMBINED, flex
 from quick import quick
 from ranks import ranks
 
+from megatron_hecate.comm.agreement import SwitchOnError
 from megatron_hecate.nvlink.transport import NVLink
 from megatron_hecate.step import layer_state
+from megatron_hecate.switch_on import connect
 
 pytestmark = pytest.mark.newest
 
@@ -173,3 +176,27 @@ def test_tables_that_are_not_rewritten() -> None:
 
     NVLink.write = write_at_first
     assert tiny_gpt.difference(eager, _graphed(case))["grad"] > 1e-3
+
+
+@pytest.mark.parametrize("transport", ["p2p", "two domains"])
+@ranks(2)
+def test_messages_are_refused(transport: str) -> None:
+    case = _switch_to_graphs(_case(accumulate=2))
+    if transport == "two domains":
+        connect.socket.gethostname = lambda: f"node {dist.get_rank()}"
+    name = "p2p" if transport == "p2p" else "nvlink"
+    with pytest.raises(
+        SwitchOnError, match=f"freeze peers and sizes of the messages of transport {name}; use"
+    ):
+        tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(transport=name))
+
+
+@ranks(2)
+def test_what_a_replay_cannot_do_is_refused_in_one_message() -> None:
+    case = _switch_to_graphs(_case(dict(moe_expert_rank_capacity_factor=None), accumulate=2))
+    hook = tiny_gpt.fssdp_hook(transport="nvlink", late_replicas=2, rehome=1)
+    with pytest.raises(SwitchOnError) as error:
+        tiny_gpt.train(case, steps=0, hook=hook)
+    for setting in ("cuda_graph_impl=", "moe_fssdp_late_replicas=2", "moe_fssdp_rehome=1"):
+        assert f"--moe-fssdp with {setting}" in str(error.value)
+    assert "without moe_expert_rank_capacity_factor the host waits" in str(error.value)
