@@ -9,7 +9,6 @@ cover all slots and all own experts (`TransferPlan.covered`).
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from megatron_hecate.device.autograd import lasting_tensors
@@ -32,10 +31,14 @@ class GraphedIteration:
         states = prefetcher.states
         tables = [state.rerouter.tables for state in states]
         size = max(table.shape.holders_size for table in tables)
-        # The quotas' tables of all layers, which one copy writes.
-        self._numbers = np.zeros((len(states), size), np.int32)
+        # The quotas' tables of all layers on the host, which one copy writes to the device. The last
+        # copy is over when the next iteration begins, because its loads have been read.
+        device = tables[0].device
         with lasting_tensors():
-            self._holders = torch.from_numpy(self._numbers).to(tables[0].device, copy=True)
+            self._numbers = torch.zeros(
+                (len(states), size), dtype=torch.int32, pin_memory=device.type == "cuda"
+            )
+            self._holders = self._numbers.to(device, copy=True)
         for state, table, row in zip(states, tables, self._holders, strict=True):
             state.rerouter.separate_homes(state.homes)
             table.move(row)
@@ -52,16 +55,13 @@ class GraphedIteration:
         clock = prefetcher.clock
         clock.begin()
         states = prefetcher.states
-        for row, state in zip(self._numbers, states, strict=True):
+        for row, state in zip(self._numbers.numpy(), states, strict=True):
             prefetcher.planner.plan(state, prefetcher.forecast)
             tables = state.rerouter.tables
             tables.placed = state.placement
             numbers = tables.numbers(state.placement)
             row[: len(numbers)] = numbers
-        numbers = torch.from_numpy(self._numbers)
-        if self._holders.is_cuda:
-            numbers = numbers.pin_memory()
-        self._holders.copy_(numbers, non_blocking=True)
+        self._holders.copy_(self._numbers, non_blocking=True)
         plans = {state.name: state.current.transfers for state in states}
         states[0].transport.write({name: plan for name, plan in plans.items() if plan is not None})
         monitor.prepare(replays=count > 0)
