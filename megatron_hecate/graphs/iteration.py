@@ -31,8 +31,8 @@ class GraphedIteration:
         states = prefetcher.states
         tables = [state.rerouter.tables for state in states]
         size = max(table.shape.holders_size for table in tables)
-        # The quotas' tables of all layers on the host, which one copy writes to the device. The last
-        # copy is over when the next iteration begins, because its loads have been read.
+        # The quotas' tables of all layers on the host, which one copy writes to the device. It is
+        # over when the next iteration begins, because the loads have been read.
         device = tables[0].device
         with lasting_tensors():
             self._numbers = torch.zeros(
@@ -52,6 +52,11 @@ class GraphedIteration:
         if count and count != self._replays:
             monitor.replayed()
         self._replays = count
+        if count and not prefetcher.pool.layers:
+            raise RuntimeError(
+                "FSSDP: memory of replicas was released, which Megatron's CUDA graph of iterations "
+                "uses; call reset_cuda_graph() of Megatron's FullCudaGraphWrapper as well"
+            )
         clock = prefetcher.clock
         clock.begin()
         states = prefetcher.states

@@ -21,6 +21,7 @@ from layouts import COMBINED, flex
 from quick import quick
 from ranks import ranks
 
+import megatron_hecate
 from megatron_hecate.comm.agreement import SwitchOnError
 from megatron_hecate.nvlink.transport import NVLink
 from megatron_hecate.step import layer_state
@@ -200,3 +201,17 @@ def test_what_a_replay_cannot_do_is_refused_in_one_message() -> None:
     for setting in ("cuda_graph_impl=", "moe_fssdp_late_replicas=2", "moe_fssdp_rehome=1"):
         assert f"--moe-fssdp with {setting}" in str(error.value)
     assert "without moe_expert_rank_capacity_factor the host waits" in str(error.value)
+
+
+@ranks(2, timeout=600)
+def test_released_memory() -> None:
+    """The graph reads it: an error on all ranks, unless the graph is dropped as well."""
+    case = _switch_to_graphs(_case(accumulate=2))
+    graphed = _eager(case)
+    assert megatron_hecate.release(graphed.chunks)
+    with pytest.raises(RuntimeError, match="memory of replicas was released, which Megatron's"):
+        graphed.step(STEPS)
+    tiny_gpt.get_forward_backward_func().reset_cuda_graph("training")
+    for step in range(STEPS, STEPS + 3):
+        graphed.step(step)
+    assert [graph.replays for graph in Graph.made] == [STEPS - 1, 2]
