@@ -59,8 +59,8 @@ class TransferPlan:
     Args:
         rank: this rank.
         copies: copies of all ranks, sorted by expert, then rank. Every transport keeps this order.
-        covered: slots and own experts that launches cover whatever the copies, as a CUDA graph
-            needs; ``None``: those of the copies.
+        covered: numbers of slots and own experts that launches cover in any plan, as a CUDA graph
+            needs; ``None`` if launches cover the copies only.
     """
 
     rank: int

@@ -78,7 +78,7 @@ class GraphedMonitor(LoadMonitor):
         if self._host is None or self._included is None:
             return
         self._host.fill_(NOT_HERE)
-        # A replay measures nothing, but placements and frozen parameters are those of now.
+        # A replay measures nothing, but placements and frozen parameters may differ.
         included = self._measured() * (np.arange(len(self._included)) == MEASURED)
         if not np.array_equal(included, self._written):
             self._included.copy_(torch.from_numpy(included))

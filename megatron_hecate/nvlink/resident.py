@@ -37,8 +37,8 @@ class Resident:
         """Write the rows whose content has changed, in one copy on the current stream.
 
         Args:
-            contents: for each row what its numbers are made from, and a function that makes them,
-                at most as many bytes as a row has; equal numbers for equal content.
+            contents: for each row its content, and a function that returns the content's numbers,
+                at most as many bytes as a row has.
 
         Raises:
             RuntimeError: while a CUDA graph is captured: each replay would write this content.

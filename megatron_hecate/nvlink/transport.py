@@ -325,7 +325,7 @@ class NVLink:
             away: whether the stage is the one after the messages of other domains.
         """
         peers = self._memory_of_peers()
-        # All ranks count every stage that is launched, whichever ranks have copies.
+        # All ranks count every stage that is launched, also ranks without copies.
         begin = self._begin
         self._begin += MAX_STEPS
         text = (

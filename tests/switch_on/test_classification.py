@@ -45,7 +45,7 @@ WORKS = """
 OF_REFUSED = {
     "cuda_graph_impl": """
         cuda_graph_modules cuda_graph_scope cuda_graph_retain_backward_graph cuda_graph_use_single_mempool
-        cuda_graph_warmup_steps cuda_graph_dynamic_microbatches delay_offload_until_cuda_graph
+        cuda_graph_dynamic_microbatches delay_offload_until_cuda_graph
     """,
     "cpu_offloading": """
         cpu_offloading_activations cpu_offloading_weights cpu_offloading_num_layers cpu_offloading_double_buffering
@@ -77,7 +77,7 @@ NO_CONCERN = {
     """,
     "shared experts, which stay stock": "moe_shared_expert_gate moe_shared_expert_glu_interleave_size",
     "the router, which acts on logical experts before tokens are rerouted": """
-        moe_enable_routing_replay moe_input_jitter_eps moe_router_force_biased moe_router_force_load_balancing
+        moe_input_jitter_eps moe_router_force_biased moe_router_force_load_balancing
         moe_router_fusion moe_router_quantile_balancing_ema moe_router_topk_limited_devices
         moe_router_topk_scaling_factor
     """,
