@@ -170,11 +170,6 @@ MODEL = (
             ("external_cuda_graph", False),
         )
     ),
-    Rule(
-        "moe_paged_stash",
-        "the paged stash of fused operators was never tested with replicas",
-        when=lambda settings: is_set(settings["use_transformer_engine_op_fuser"]),
-    ),
     *(
         Rule(name, "one tensor for all experts has no room for replicas")
         for name in ("moe_single_grouped_weight", "moe_single_grouped_bias")

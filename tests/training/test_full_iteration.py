@@ -9,6 +9,7 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+import budgeted
 import flex_backends
 import graphs_on_cpu
 import pytest
@@ -135,6 +136,22 @@ def test_evaluation_between_replays() -> None:
     graphed, losses = _evaluated(_switch_to_graphs(case))
     assert tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME and losses == eager_losses
     assert [graph.replays for graph in Graph.made] == [7, 3], "training, and evaluation"
+
+
+@ranks(2, timeout=600)
+def test_overflow() -> None:
+    """A step over the budget is run again without a graph, which is captured anew: with replicas where experts became
+    hot, in stock always."""
+    case = _case(accumulate=2, model=dict(moe_expert_rank_capacity_factor=1.25))
+    settings = dict(steps=9, before_step=tiny_gpt.move_skew_sometimes)
+    _, stock_again = budgeted.train(case, **settings)
+    flex_backends.forget()
+    settings |= dict(hook=tiny_gpt.fssdp_hook(transport="nvlink"))
+    eager, eager_again = budgeted.train(case, **settings)
+    graphed, graphed_again = budgeted.train(_switch_to_graphs(case), **settings)
+    assert eager.replicas and tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME
+    assert stock_again == [*range(9)] and eager_again == graphed_again == [0, 2, 4, 6, 8]
+    assert len(Graph.made) > 1
 
 
 @ranks(2, timeout=600)
