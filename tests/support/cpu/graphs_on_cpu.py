@@ -48,7 +48,7 @@ def install() -> None:
     }
     torch._C._cuda_beginAllocateCurrentThreadToPool = lambda device, pool: _Pooled(pool).__enter__()
     torch._C._cuda_endAllocateToPool = lambda device, pool: _pooled[-1].__exit__(None, None, None)
-    _collectives_end()
+    collectives_end()
     _graphable_generators()
     _samples_of_the_model()
 
@@ -259,7 +259,7 @@ def _note_addresses() -> None:
     torch.Tensor.data_ptr = noted
 
 
-def _collectives_end() -> None:
+def collectives_end() -> None:
     """gloo copies a result to its place when somebody waits, which a replay makes it do as well."""
     wait = dist.Work.wait
 
