@@ -43,6 +43,16 @@ class GraphedIteration:
             state.rerouter.separate_homes(state.homes)
             table.move(row)
 
+    @property
+    def is_waiting(self) -> bool:
+        """True if nothing has run since the last call of `prepare`, neither replay nor forward."""
+        clock = self._prefetcher.clock
+        return (
+            clock.begun == clock.iteration
+            and replays() == self._replays
+            and not any(map(clock.is_in, range(len(self._prefetcher.states))))
+        )
+
     def prepare(self) -> None:
         """Begin the next iteration: read loads, plan all layers, write the tables. Collective."""
         prefetcher = self._prefetcher

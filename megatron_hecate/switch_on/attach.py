@@ -121,7 +121,7 @@ def _make_prefetcher(states: list[LayerState]) -> Prefetcher:
     if states[0].covered is None:
         return Prefetcher(states, KnownRoutes(states))
     prefetcher = Prefetcher(states, KnownRoutes(states), GraphedMonitor)
-    prefetcher.detector.prepare_iteration = GraphedIteration(prefetcher).prepare
+    prefetcher.detector.graphed = GraphedIteration(prefetcher)
     return prefetcher
 
 

@@ -155,6 +155,21 @@ def test_overflow() -> None:
 
 
 @ranks(2, timeout=600)
+def test_overflow_in_evaluation() -> None:
+    """Megatron zeroes gradients before it evaluates again: that begins no iteration, which would have no tokens."""
+    case = _case(accumulate=2, model=dict(moe_expert_rank_capacity_factor=1.5))
+    settings = dict(steps=4, evaluations=4, before_step=tiny_gpt.move_skew_sometimes)
+    settings |= dict(hook=tiny_gpt.fssdp_hook(transport="nvlink"))
+    eager, eager_again = budgeted.train(case, **settings)
+    graphed, graphed_again = budgeted.train(_switch_to_graphs(case), **settings)
+    assert tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME
+    trained = [
+        [*again].count(step) - 4 for again in (eager_again, graphed_again) for step in range(4)
+    ]
+    assert trained == [1, 0, 1, 0] * 2, "evaluations have no replicas, and are all over the budget"
+
+
+@ranks(2, timeout=600)
 def test_no_replicas_is_stock() -> None:
     """Copies do not pay at real speeds of so small a model, and the budget is large. Oracle: stock Megatron, without a
     graph, bitwise."""

@@ -9,8 +9,13 @@ import tiny_gpt
 from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
 
-def train(case: tiny_gpt.Case, *, steps: int, **hooks: Any) -> tuple[tiny_gpt.Trained, list[int]]:
+def train(
+    case: tiny_gpt.Case, *, steps: int, evaluations: int = 0, **hooks: Any
+) -> tuple[tiny_gpt.Trained, list[int]]:
     """`tiny_gpt.train` as ``megatron.training`` does under ``moe_expert_rank_capacity_factor``.
+
+    Args:
+        evaluations: evaluations after each step, of which the last one's loss counts as the step's.
 
     Returns:
         What was trained, and the steps that were run again, without a budget or a graph.
@@ -24,5 +29,7 @@ def train(case: tiny_gpt.Case, *, steps: int, **hooks: Any) -> tuple[tiny_gpt.Tr
     with mock.patch.object(tiny_gpt, "get_forward_backward_func", lambda: runner):
         for step in range(steps):
             run.step(step)
+            for _ in range(evaluations):
+                run.losses[-1] = run.evaluate(step)
     run.gather_params()
     return run, ran_again
