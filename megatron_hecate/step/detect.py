@@ -8,7 +8,7 @@
 | a schedule's call, or a forward outside of one | weights may have changed, without a trace |
 | version counters of weights have grown | weights have changed |
 
-Where one CUDA graph holds iterations, DDP's zeroing begins the next one (`graphed_iteration`).
+Where one CUDA graph holds iterations, DDP's zeroing begins the next one (`graphs`).
 
 A loop with neither Megatron's DDP nor an optimizer of torch says itself where iterations begin.
 """
