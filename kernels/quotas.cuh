@@ -594,12 +594,16 @@ struct Quotas {
   }
 
   // Compute `served` of all shared holders, and `note` unless `noted` is null. Return false if Int
-  // is too narrow.
+  // is too narrow. If no holder is shared, there is nothing to split: only loads are noted.
   FSSDP_FN bool solve(const i32* loads, i64* noted) {
+    const bool splits = h.most_shared > 0;
+    if (!splits && !noted) return true;
     if (!count(loads)) return false;
     deal_local();
-    deal_foreign();
-    if (!balance()) return false;
+    if (splits) {
+      deal_foreign();
+      if (!balance()) return false;
+    }
     if (noted) note(noted);
     return true;
   }

@@ -128,12 +128,15 @@ def exchange(tokens: np.ndarray, rank: int, slots: int) -> np.ndarray:
 
 
 def some_block(seed: int, *, threads: int, lanes: int) -> tuple[Block, np.random.Generator]:
-    """Steep loads on random holders; every fourth a chain of ranks, every fourth counts near 2^31."""
+    """Steep loads on random holders; every fourth a chain of ranks, every fourth counts near 2^31, every fifth homes
+    only."""
     rng = np.random.default_rng(seed)
     if seed % 4 == 1:
         placement = chain(int(rng.integers(3, 14)))
     else:
         placement = some_replicas(rng, some_homes(rng), share=1.0)
+    if seed % 5 == 3:
+        placement = placement.homes_only
     world = some_world(rng, placement.num_ranks)
     # A first level that fits into 32 bits although a later one does not, or none that does.
     most = int(rng.choice([2**31 - 1, 2**30 // placement.num_ranks**2]))

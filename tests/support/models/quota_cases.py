@@ -36,11 +36,13 @@ def noted_loads(
 def check_every_source(seed: int, device: torch.device) -> None:
     """Compare what each rank computes on ``device``, its part and the counts that it exchanges, with the table of all
     in 64 bits. Tokens around the bound of 32 bits, which an even start, or only a later level, may exceed; placements
-    where no rank can push."""
+    where no rank can push, and without replicas."""
     rng = np.random.default_rng(seed)
     placement = some_replicas(rng, some_homes(rng), share=float(rng.choice([0.3, 1.0])))
     if seed % 4 == 2:
         placement = chain(int(rng.integers(3, 14)))
+    if seed % 5 == 3:
+        placement = placement.homes_only
     shape = GroupShape(some_world(rng, placement.num_ranks), placement)
     loads = loads_of(rng, placement.num_ranks, placement.num_experts)
     if seed % 2:
@@ -50,6 +52,7 @@ def check_every_source(seed: int, device: torch.device) -> None:
     tables.place(some_replicas(rng, placement.homes_only))  # an earlier one leaves no trace
     tables.place(placement)
     expected, order = quotas_of_all(loads, placement, shape, bits=64)
+    assert placement.num_replicas or np.array_equal(expected, loads[:, order.expert])
     physical = np.zeros((placement.num_ranks, shape.num_physical), np.int64)
     physical[:, order.physical] = expected
     slots, on_device = shape.slots_per_rank, torch.from_numpy(loads.astype(np.int32)).to(device)
