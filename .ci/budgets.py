@@ -21,8 +21,8 @@ LONGEST = 60
 LONGEST_COMPILED = 85
 # Folders that the core knows by a protocol only.
 BOXES = ("nvlink", "homes", "routes", "record", "graphs")
-# Lines by area, at most: lowered with what is deleted. They were raised once, for CUDA graphs of whole
-# iterations, the bound on rank loads and routes as indices, as box nvlink fell from 2,067.
+# Lines by area, at most: lowered with what is deleted. They were raised once, for CUDA graphs of
+# whole iterations, the bound on rank loads and routes as indices; box nvlink fell from 2,067.
 AREAS = {
     "core": 14_339,
     "box nvlink": 1_559,
