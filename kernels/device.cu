@@ -128,7 +128,7 @@ struct Device {
       record->peer = why.peer;
       record->expected = why.expected;
       record->seen = why.seen;
-      record->begin = why.begin;
+      record->id = why.id;
       __threadfence_system();
       *(volatile u32*)&record->failed = why.failed;
     }
@@ -171,25 +171,28 @@ extern "C" __global__ void __launch_bounds__(96)
 // Launched after the gate, with one block.
 extern "C" __global__ void __launch_bounds__(256, 1)
     fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
-                 int rank, int* parts, long long* exchanged, long long* noted) {
+                 int rank, int* parts, long long* exchanged, long long* noted, const fssdp::Transfer* exchange,
+                 unsigned id) {
   extern __shared__ long long shared[];
   fssdp::Device th;
+  if (exchange) loads = fssdp::await_loads(th, *exchange, id);
   fssdp::quotas(th, group, holders, loads, work, shared, shared_bytes, own, rank, parts, exchanged, noted);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4)
     fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads,
-                long long* total, unsigned* arrived) {
+                long long* total, const fssdp::Transfer* exchange, unsigned* arrived) {
   fssdp::Device th;
-  fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, total, arrived);
+  fssdp::count_tokens(th, {tokens, tile}, experts, map, {before, loads, total, exchange}, arrived);
 }
 
 extern "C" __global__ void __launch_bounds__(256, 4)
     fssdp_count_choices(unsigned tokens, unsigned tile, unsigned experts, void* chosen, unsigned top, unsigned bits,
-                        int* within, int* before, int* loads, long long* total, unsigned* arrived) {
+                        int* within, int* before, int* loads, long long* total, const fssdp::Transfer* exchange,
+                        unsigned* arrived) {
   extern __shared__ int seen[];
   fssdp::Device th;
-  fssdp::count_choices(th, {tokens, tile}, experts, {chosen, top, bits}, within, seen, before, loads, total, arrived);
+  fssdp::count_choices(th, {tokens, tile}, experts, {chosen, top, bits}, within, seen, {before, loads, total, exchange}, arrived);
 }
 
 // About one block per multiprocessor runs. Without the bound of 4 the compiler targets 8 blocks per

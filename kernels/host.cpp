@@ -140,7 +140,7 @@ class Host {
       record->peer = why.peer;
       record->expected = why.expected;
       record->seen = why.seen;
-      record->begin = why.begin;
+      record->id = why.id;
       __atomic_store_n(&record->failed, why.failed, __ATOMIC_RELEASE);
     }
   }
@@ -226,9 +226,11 @@ unsigned fssdp_size_of_transfer() { return sizeof(fssdp::Transfer); }
 
 // Kernels after the gate, each in one thread.
 void fssdp_quotas(const int* group, const int* holders, const int* loads, long long* work, unsigned shared_bytes, int own,
-                  int rank, int* parts, long long* exchanged, long long* noted) {
+                  int rank, int* parts, long long* exchanged, long long* noted, const fssdp::Transfer* exchange,
+                  unsigned id) {
   std::vector<long long> shared((shared_bytes + 7) / 8);
   const auto kernel = [&](fssdp::Host& th) {
+    if (exchange && !(loads = fssdp::await_loads(th, *exchange, id))) return;
     fssdp::quotas(th, group, holders, loads, work, shared.data(), shared_bytes, own, rank, parts, exchanged, noted);
   };
   fssdp::launch(kernel, 1, 1);
@@ -240,17 +242,19 @@ int fssdp_quotas_of_all(const int* group, const int* holders, const int* loads, 
                     : fssdp::quotas_of_all<long long>(group, holders, loads, work, parts);
 }
 void fssdp_count(unsigned tokens, unsigned tile, unsigned experts, const unsigned char* map, int* before, int* loads,
-                 long long* total, unsigned* arrived) {
-  fssdp::launch(
-      [&](fssdp::Host& th) { fssdp::count_tokens(th, {tokens, tile}, experts, map, before, loads, total, arrived); }, 1,
-      1);
+                 long long* total, const fssdp::Transfer* exchange, unsigned* arrived) {
+  const auto kernel = [&](fssdp::Host& th) {
+    fssdp::count_tokens(th, {tokens, tile}, experts, map, {before, loads, total, exchange}, arrived);
+  };
+  fssdp::launch(kernel, 1, 1);
 }
 void fssdp_count_choices(unsigned tokens, unsigned tile, unsigned experts, void* chosen, unsigned top, unsigned bits,
-                         int* within, int* before, int* loads, long long* total, unsigned* arrived) {
+                         int* within, int* before, int* loads, long long* total, const fssdp::Transfer* exchange,
+                         unsigned* arrived) {
   std::vector<int> seen(experts);
   const auto kernel = [&](fssdp::Host& th) {
-    fssdp::count_choices(th, {tokens, tile}, experts, {chosen, top, bits}, within, seen.data(), before, loads, total,
-                         arrived);
+    fssdp::count_choices(th, {tokens, tile}, experts, {chosen, top, bits}, within, seen.data(),
+                         {before, loads, total, exchange}, arrived);
   };
   fssdp::launch(kernel, 1, 1);
 }

@@ -10,6 +10,7 @@
 // numbers per token. Probabilities have a column per expert in either form.
 #pragma once
 #include "gate.cuh"
+#include "loads.cuh"
 
 namespace fssdp {
 
@@ -27,10 +28,19 @@ enum { TOGETHER = 8 };
 // runs that could hide the latency of the loads.
 enum { TILES_TOGETHER = 8 };
 
-// Replace the counts of tiles by prefix sums and write the loads, in the block that finishes last.
-// Arguments: as of `count_tokens`.
+// What is counted of one source.
+struct Counts {
+  i32* before;               // [tiles, E] tokens before each tile
+  i32* loads;                // [E]
+  i64* total;                // [E] sum over several launches, to which the loads are added, or null
+  const Transfer* exchange;  // in which the loads are sent to all ranks (loads.cuh), or null
+};
+
+// Replace the counts of tiles by prefix sums, write the loads and send them, in the block that
+// finishes last. Arguments: as of `count_tokens`.
 template <class Thread>
-FSSDP_FN void sum_tiles(Thread& th, const Tokens& t, u32 experts, i32* before, i32* loads, i64* total, u32* arrived) {
+FSSDP_FN void sum_tiles(Thread& th, const Tokens& t, u32 experts, const Counts& counts, u32* arrived) {
+  i32* before = counts.before;
   th.all(true);
   bool last = true;
   if (th.id() == 0) {
@@ -38,6 +48,7 @@ FSSDP_FN void sum_tiles(Thread& th, const Tokens& t, u32 experts, i32* before, i
     if (last) th.store_relaxed(arrived, 0u);
   }
   if (!th.all(last)) return;
+  const u32 exchange = counts.exchange ? next_exchange(th, *counts.exchange) : 0u;
   for (u32 e = th.id(); e < experts; e += th.count()) {
     i32 sum = 0;
     FSSDP_ROLLED
@@ -52,25 +63,25 @@ FSSDP_FN void sum_tiles(Thread& th, const Tokens& t, u32 experts, i32* before, i
         sum += own[i];
       }
     }
-    loads[e] = sum;
-    if (total) total[e] += sum;
+    counts.loads[e] = sum;
+    if (counts.total) counts.total[e] += sum;
+    if (counts.exchange) send_load(*counts.exchange, exchange, experts, e, sum);
   }
+  if (counts.exchange) tell_loads(th, *counts.exchange, exchange);
 }
 
-// Count tokens per tile and expert. `before`: [tiles, E] result, tokens before each tile; `loads`:
-// [E] result; `total`: [E] sum over several launches, to which the loads are added, or null; `map`:
-// [T, E] routing map; `arrived`: counter of blocks, zero before and after.
+// Count tokens per tile and expert. `counts`: results; `map`: [T, E] routing map; `arrived`: counter
+// of blocks, zero before and after.
 template <class Thread>
-FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* map, i32* before, i32* loads, i64* total,
-                           u32* arrived) {
+FSSDP_FN void count_tokens(Thread& th, const Tokens& t, u32 experts, const u8* map, const Counts& counts, u32* arrived) {
   for (u32 tile = th.block(); tile < t.tiles(); tile += th.blocks())
     for (u32 e = th.id(); e < experts; e += th.count()) {
       i32 sum = 0;
       FSSDP_UNROLL_8
       for (u32 i = t.begin(tile); i < t.end(tile); ++i) sum += map[(u64)i * experts + e];
-      before[(u64)tile * experts + e] = sum;
+      counts.before[(u64)tile * experts + e] = sum;
     }
-  sum_tiles(th, t, experts, before, loads, total, arrived);
+  sum_tiles(th, t, experts, counts, arrived);
 }
 
 // Range [begin, end) of its expert's tokens that a physical expert computes.
@@ -180,7 +191,7 @@ struct Choices {
 // in their order.
 template <class Thread>
 FSSDP_FN void count_choices(Thread& th, const Tokens& t, u32 experts, const Choices& chosen, i32* within, i32* seen,
-                            i32* before, i32* loads, i64* total, u32* arrived) {
+                            const Counts& counts, u32* arrived) {
   const u32 lanes = (u32)th.warp_size(), lane = (u32)th.in_warp();
   for (u32 tile = th.block(); tile < t.tiles(); tile += th.blocks()) {
     for (u32 e = th.id(); e < experts; e += th.count()) seen[e] = 0;
@@ -206,9 +217,9 @@ FSSDP_FN void count_choices(Thread& th, const Tokens& t, u32 experts, const Choi
       }
     }
     th.all(true);
-    for (u32 e = th.id(); e < experts; e += th.count()) before[(u64)tile * experts + e] = seen[e];
+    for (u32 e = th.id(); e < experts; e += th.count()) counts.before[(u64)tile * experts + e] = seen[e];
   }
-  sum_tiles(th, t, experts, before, loads, total, arrived);
+  sum_tiles(th, t, experts, counts, arrived);
 }
 
 // Zero `rows`, [T, width], and call each(tile, token, choice) for all choices, [T, k]. The rows of a

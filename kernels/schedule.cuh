@@ -52,10 +52,9 @@ enum { TILE = FSSDP_TILE };
 
 enum Step : u32 { PACK, FETCH, EXCHANGE, GATHER_STEPS, SUM = PACK, COLLECT, REDUCE_STEPS };
 
-// Record of a wait that timed out. `expected` and `seen` count steps from `begin`, which identifies
-// the transfer.
+// Record of a wait that timed out. `expected` and `seen` count steps; `id`: see `Progress`.
 struct Failure {
-  u32 failed, rank, peer, expected, seen, begin;
+  u32 failed, rank, peer, expected, seen, id;
 };
 
 // Chunks in memory: the first one's address, and bytes from chunk to chunk.

@@ -6,10 +6,11 @@
 //     ./selftest SCRIPT
 //
 // A script is u64 words. The header is: ranks, bytes of memory per rank, blocks, threads, initial
-// value of the progress counters, which are at the beginning of each rank's memory. For each rank
-// follow the number of its words and its operations. An operation is a code, an address, a number
-// of bytes, and the bytes; the code of a transfer has its position in the upper half. In a script
-// the memory of rank r begins at (r + 1) << 40; this program relocates the addresses.
+// value of the progress counters, which are at the beginning of each rank's memory, offset and
+// initial value of the counters of exchanges. For each rank follow the number of its words and its
+// operations. An operation is a code, an address, a number of bytes, and the bytes; the upper half
+// of the code is the position of a transfer, and the experts of an exchange. In a script the memory
+// of rank r begins at (r + 1) << 40; this program relocates the addresses.
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -22,8 +23,9 @@ namespace {
 using namespace fssdp;
 
 // WRITE writes the bytes; CHECK compares them with memory. In the others the bytes are the
-// description of a transfer.
-enum Operation : u32 { WRITE, CHECK, GATHER, REDUCE_32_32, REDUCE_32_16, REDUCE_16_32, REDUCE_16_16 };
+// description of a transfer, or of an exchange: `send` is the routing map and its tokens, `parts`
+// takes the loads.
+enum Operation : u32 { WRITE, CHECK, GATHER, REDUCE_32_32, REDUCE_32_16, REDUCE_16_32, REDUCE_16_16, EXCHANGE };
 
 std::vector<char*> memory;
 
@@ -58,6 +60,21 @@ void reduce(u32 op, const Transfer& t, u32 position, u32 blocks, u32 threads) {
   if (op == REDUCE_16_16) run<Reduce<Bfloat16, Bfloat16>>(t, position, false, blocks, threads);
 }
 
+void exchange(const Transfer& t, u32 experts, u32 blocks, u32 threads) {
+  const Tokens tokens = {(u32)t.send.stride, 3};
+  std::vector<i32> before(tokens.tiles() * experts), loads(experts);
+  u32 arrived = 0;
+  const auto count = [&](Host& th) {
+    count_tokens(th, tokens, experts, (const u8*)t.send.first, {before.data(), loads.data(), nullptr, &t}, &arrived);
+  };
+  launch(count, blocks, threads);
+  const auto await = [&](Host& th) {
+    const i32* all = await_loads(th, t, 0);
+    for (u32 i = th.id(); all && i < (u32)t.world * experts; i += th.count()) ((i32*)t.parts.first)[i] = all[i];
+  };
+  launch(await, 1, threads);
+}
+
 void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads) {
   for (size_t i = 0; i < script.size();) {
     const u32 op = (u32)script[i], position = (u32)(script[i] >> 32);
@@ -74,8 +91,12 @@ void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads
         }
     } else {
       const Transfer& t = load(address, bytes, size);
-      run_synchronize(t, position, threads);
-      op == GATHER ? run<Gather>(t, position, false, blocks, threads) : reduce(op, t, position, blocks, threads);
+      if (op == EXCHANGE) {
+        exchange(t, position, blocks, threads);
+      } else {
+        run_synchronize(t, position, threads);
+        op == GATHER ? run<Gather>(t, position, false, blocks, threads) : reduce(op, t, position, blocks, threads);
+      }
       if (t.failure->failed) {
         const Failure& f = *t.failure;
         std::printf("FAIL rank %u waits for rank %u: expected step %u, seen %d\n", f.rank, f.peer, f.expected, (int)f.seen);
@@ -89,8 +110,8 @@ void rank_main(int rank, const std::vector<u64>& script, u32 blocks, u32 threads
 
 int main(int argc, char** argv) {
   FILE* file = argc == 2 ? std::fopen(argv[1], "rb") : nullptr;
-  u64 head[5];
-  if (!file || std::fread(head, 8, 5, file) != 5) return 2;
+  u64 head[7];
+  if (!file || std::fread(head, 8, 7, file) != 7) return 2;
   std::vector<std::vector<u64>> scripts(head[0]);
   for (auto& script : scripts) {
     u64 words;
@@ -102,6 +123,7 @@ int main(int argc, char** argv) {
   for (char* m : memory) {
     std::memset(m, 0, head[1]);
     for (u64 r = 0; r < head[0]; ++r) ((u32*)m)[r] = (u32)head[4];
+    for (u64 r = 0; r <= MAX_RANKS; ++r) ((u32*)(m + head[5]))[r] = (u32)head[6];
   }
   std::vector<std::thread> ranks;
   for (u64 r = 0; r < head[0]; ++r)

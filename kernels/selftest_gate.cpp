@@ -164,7 +164,7 @@ int main(int argc, char** argv) {
   Array<i64> total(8 * (u64)n[EXPERTS]), begun(8 * (u64)n[EXPERTS]);
   for (i32 e = 0; e < n[EXPERTS]; ++e) total.at[e] = begun.at[e] = (1ll << 40) + e;
   const auto count = [&](Host& th) {
-    count_tokens(th, tokens, experts, map.at, before.at, own_loads.at, total.at, &arrived);
+    count_tokens(th, tokens, experts, map.at, {before.at, own_loads.at, total.at, nullptr}, &arrived);
   };
   for (int again = 0; again < 2; ++again) launch(count, blocks, threads);
   compare("tokens before tiles", before, before_wanted);
@@ -193,8 +193,8 @@ int main(int argc, char** argv) {
   std::memset(before.at, 0xab, before.bytes), std::memset(own_loads.at, 0xab, own_loads.bytes);
   const auto count_indices = [&](Host& host) {
     Lanes th(host, n[LANES], warps[host.block()]);
-    count_choices(th, tokens, experts, chosen, within.at, seen.at + host.block() * experts, before.at, own_loads.at,
-                  total.at, &arrived);
+    count_choices(th, tokens, experts, chosen, within.at, seen.at + host.block() * experts,
+                  {before.at, own_loads.at, total.at, nullptr}, &arrived);
   };
   for (int again = 0; again < 2; ++again) launch(count_indices, blocks, threads);
   compare("choices before tiles", before, before_wanted);

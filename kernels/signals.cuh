@@ -8,10 +8,11 @@
 
 namespace fssdp {
 
-// Progress of a transfer from step `first` on. `begin`: progress that stands for step 0.
+// Progress of a transfer from step `first` on. `begin`: progress that stands for step 0. `id`: what
+// the host knows the wait by.
 struct Progress {
   const Transfer& t;
-  u32 begin, first;
+  u32 begin, first, id = begin + first;
 };
 
 // Signal every rank that this rank has finished the steps before `step`. One block runs this, after
@@ -30,7 +31,7 @@ FSSDP_FN bool await(Thread& th, const Progress& r, i32 peer, u32 step) {
   u32 seen;
   while ((i32)((seen = th.load_acquire(r.t.progress + peer)) - r.begin - step) < 0) {
     if (th.clock() - start > r.t.timeout) {
-      th.fail(r.t.failure, {1u, (u32)r.t.rank, (u32)peer, step - r.first, seen - r.begin - r.first, r.begin + r.first});
+      th.fail(r.t.failure, {1u, (u32)r.t.rank, (u32)peer, step - r.first, seen - r.begin - r.first, r.id});
       return false;
     }
     th.pause();

@@ -109,6 +109,8 @@ class P2P:
 
         return Transfer(steps(), homes[0][0].device, what="spAG", label=label)
 
+    def exchange_loads(self, num_experts: int, *, label: str) -> None: ...
+
     def return_gradients(
         self, plan: TransferPlan, slots: Sequence[Tensor], homes: HomeGradients, *, label: str
     ) -> Transfer:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
@@ -203,6 +203,20 @@ class HomeGradients(Protocol):
         """
 
 
+class LoadExchange(NamedTuple):
+    """Exchange of a layer's loads between all ranks, by the kernels after the gate.
+
+    Args:
+        address: of its description on the device, the same in every launch.
+        number: of the layer in failures.
+        check: raises a `TransferError` if a peer did not send its loads in time.
+    """
+
+    address: int
+    number: int
+    check: Callable[[], None]
+
+
 class Transport(Protocol):
     """Transport of one FSSDP group's replicas.
 
@@ -234,6 +248,15 @@ class Transport(Protocol):
         """Release the memory of `allocate` at the end of an attempt of the job.
 
         A transfer in flight keeps the memory that it uses.
+        """
+
+    def exchange_loads(self, num_experts: int, *, label: str) -> LoadExchange | None:
+        """Return the exchange of a layer's loads; ``None``, on all ranks, if there is none.
+
+        All ranks launch the same exchanges, in the same order, on one stream.
+
+        Raises:
+            TransferError: a peer died or did not answer in time.
         """
 
     def write(self, plans: Mapping[str, TransferPlan]) -> None:

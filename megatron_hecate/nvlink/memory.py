@@ -32,9 +32,7 @@ TRANSFER = np.dtype(
         *((name, "<u4") for name in ("size", "tensors", "rank", "world")),
     ]
 )
-FAILURE = np.dtype(
-    [(name, "<u4") for name in ("failed", "rank", "peer", "expected", "seen", "begin")]
-)
+FAILURE = np.dtype([(name, "<u4") for name in ("failed", "rank", "peer", "expected", "seen", "id")])
 
 
 class Memory(NamedTuple):
@@ -68,6 +66,8 @@ class Signals:
         epoch: address of the u32 from which the positions of launches count.
         failure: address of this rank's `FAILURE` record, initially 0.
         timeout: seconds per wait.
+        exchanges: address of the counters of exchanges of loads, initially 0: one u32 for each rank
+            of the domain, then one; 0 for none.
     """
 
     rank: int
@@ -76,6 +76,7 @@ class Signals:
     epoch: int
     failure: int
     timeout: float
+    exchanges: int = 0
 
     @cached_property
     def header(self) -> np.ndarray:
@@ -91,6 +92,14 @@ class Signals:
         transfer["timeout"] = round(self.timeout * 1e9)
         transfer["rank"] = self.rank
         transfer["world"] = len(self.progress)
+        return transfer
+
+    def of_exchange(self, address: int, size: int) -> np.ndarray:
+        """Return the description of exchanges of loads in two buffers of ``size`` bytes, [1]."""
+        transfer = self.header.copy()
+        transfer["progress"] = self.exchanges
+        transfer["arrived"] = self.exchanges + 4 * MAX_RANKS
+        transfer["slots"] = address, size
         return transfer
 
 

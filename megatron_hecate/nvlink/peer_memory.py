@@ -19,9 +19,9 @@ from megatron_hecate.comm.agreement import raise_on_all
 from megatron_hecate.comm.collectives import gather_objects
 
 SHARED: Path = Path("/dev/shm")
-# Bytes before the buffers, initially 0: progress counters, one u32 per rank, and counters of thread
-# blocks.
-COUNTERS: int = 512
+# Bytes before the buffers, initially 0: progress counters and counters of exchanges, one u32 per
+# rank each, and counters of thread blocks.
+COUNTERS: int = 1024
 NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"  # read by torch in every rendezvous
 LABEL = "transport nvlink"
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
 from megatron_hecate.nvlink.memory import FAILURE, MAX_RANKS, MAX_STEPS, Signals
@@ -30,11 +31,12 @@ from megatron_hecate.nvlink.peer_memory import (
 
 ARRIVED: int = 4 * MAX_RANKS  # offset of the counters of thread blocks, bytes
 EPOCH: int = ARRIVED + 4 * MAX_STEPS  # offset of the u32 from which positions count, bytes
+EXCHANGES: int = EPOCH + 4  # offset of the counters of exchanges, bytes
 WATCHED: float = 0.1  # seconds between two checks for a failure on a GPU
 REMEMBERED: int = 1024  # transfers that the message of a failure can describe
 BEYOND: int = 1 << 30  # steps ahead of the counters, more than any transfer in flight waits for
 
-assert EPOCH + 4 <= COUNTERS
+assert EXCHANGES + 4 * (MAX_RANKS + 1) <= COUNTERS
 
 
 class Peers:
@@ -69,6 +71,9 @@ class Peers:
         self.buffers: Tensor = memory[COUNTERS:]
         self._counters = memory[: 4 * len(self.ranks)]
         self._epoch = memory[EPOCH : EPOCH + 4]
+        exchanges = memory[EXCHANGES : EXCHANGES + 4 * (MAX_RANKS + 1)].view(torch.int32)
+        # Exchanges of loads, by peer that has sent them, and begun by this rank.
+        self._sent, self._exchanged = exchanges[: len(self.ranks)], exchanges[MAX_RANKS:]
         self.failure_record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
         self._failure = self.failure_record.numpy().view(FAILURE)
         self.signals = Signals(
@@ -76,10 +81,12 @@ class Peers:
             progress=bases,
             arrived=bases[group.rank()] + ARRIVED,
             epoch=bases[group.rank()] + EPOCH,
+            exchanges=bases[group.rank()] + EXCHANGES,
             failure=self.failure_record.data_ptr(),
             timeout=timeout,
         )
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
+        self._layers: dict[int, str] = {}
         self._is_reported = False
         self._is_abandoned = False
         # The thread must not keep the memory alive.
@@ -112,17 +119,20 @@ class Peers:
         """
         self._is_abandoned = True
         atexit.unregister(self._look)
-        if not self._begun:
+        if not self._begun and not self._layers:
             return
+        begin = self._begun[-1][0] if self._begun else 0
         counters = self._counters
-        beyond = (self._begun[-1][0] + BEYOND) % 2**32
+        beyond = (begin + BEYOND) % 2**32
         raised = torch.from_numpy(np.full(len(self.ranks), beyond, np.uint32).view(np.uint8))
         if not counters.is_cuda:
             counters.copy_(raised)
+            self._sent.copy_(self._exchanged).add_(BEYOND)
             return
         # The waiting kernels occupy their stream, so the copy needs a stream of its own.
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             counters.copy_(raised.pin_memory(), non_blocking=True)
+            self._sent.copy_(self._exchanged).add_(BEYOND)
             torch.cuda.current_stream().synchronize()
 
     @property
@@ -153,6 +163,22 @@ class Peers:
         """
         self._begun.append((begin, text))
 
+    def remember_layer(self, text: str) -> int:
+        """Register the description of a layer's exchange of loads, and return its number.
+
+        Args:
+            text: as for `remember`.
+        """
+        # No transfer begins at a multiple: the counters begin at 1.
+        number = MAX_STEPS * len(self._layers)
+        self._layers[number] = text
+        return number
+
+    def raise_failure(self) -> None:
+        """Raise a TransferError if a wait for a peer timed out."""
+        if self.look_for_failure():
+            raise TransferError(self.explain_failure())
+
     def explain_failure(self) -> str:
         """Describe the recorded failure: ranks, layer, expected and seen steps."""
         record = self.failure
@@ -160,9 +186,11 @@ class Peers:
         peer = self.ranks[int(record["peer"])]
         seen_step = int(record["seen"].astype("<i4"))
         reason = f"rank {self.ranks[self.signals.rank]}: a transfer failed: expected rank {{peer}}"
+        number = int(record["id"])
+        reason = self._layers.get(number, reason)
         # A copy, because the training thread may register a transfer meanwhile.
         for begin, text in tuple(self._begun):
-            if begin % 2**32 == int(record["begin"]):
+            if begin % 2**32 == number:
                 reason = text
         expected = int(record["expected"])
         return (

@@ -20,9 +20,10 @@ from torch import Tensor
 from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Transfer
-from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, TransferPlan
+from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, LoadExchange, TransferPlan
 from megatron_hecate.device.autograd import is_capturing
 from megatron_hecate.nvlink.launch import TransferKernels
+from megatron_hecate.nvlink.loads import SharedLoads
 from megatron_hecate.nvlink.memory import (
     MAX_STEPS,
     Memory,
@@ -92,6 +93,8 @@ class NVLink:
         self._ended.set_result(None)
         self._peers: Peers | None = None
         self._shared = torch.empty(0)
+        # ``None`` with several domains.
+        self._loads: SharedLoads | None = None
         self._tables: LaunchTables | None = None
         # Progress counters where the iteration began, from which positions count.
         self._epoch = 0
@@ -115,7 +118,8 @@ class NVLink:
             torch.cuda.synchronize(device)
         # The old memory is freed before the new memory is allocated.
         self.release()
-        sizes = [LayerBuffer.aligned(size, torch.uint8), shared_bytes(layers, self._sizes)]
+        loads = SharedLoads.nbytes(layers, self._sizes[0])
+        sizes = [LayerBuffer.aligned(size, torch.uint8), self.extra_bytes(layers) - loads, loads]
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
         self._peers = Peers(
@@ -127,13 +131,18 @@ class NVLink:
         slots = max(layer.slots for layer in layers)
         numbers = 4 * most_numbers(self.group.size(), slots)
         self._tables = LaunchTables(len(layers), numbers, self._peers.signals, device)
-        replicas, self._shared = self._peers.buffers.split(sizes)
+        replicas, self._shared, memory = self._peers.buffers.split(sizes)
+        if len(self._domains) == 1:
+            self._loads = SharedLoads(self._peers, memory)
         return replicas[:size]
 
     def release(self) -> None:
-        self._peers = None
+        self._peers = self._loads = None
         self._shared = self._shared.new_empty(0)
         self._tables = None
+
+    def exchange_loads(self, num_experts: int, *, label: str) -> LoadExchange | None:
+        return None if self._loads is None else self._loads.exchange(num_experts, label=label)
 
     def write(self, plans: Mapping[str, TransferPlan]) -> None:
         """Write the tables of all layers, and the epoch of the iteration, on the current stream.
@@ -382,4 +391,4 @@ def shared_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> int
             fetch = SharedLayout.of_fetch(layer.homes, layer.chunk_bytes, min(domains))
             back = SharedLayout.of_return(layer.slots, layer.elements, min(domains))
             size = max(size, fetch.size(in_fetch), back.size(in_return))
-    return size
+    return size + SharedLoads.nbytes(layers, domains[0])

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_hecate.comm.transport import LoadExchange
 from megatron_hecate.device.autograd import lasting_tensors
 from megatron_hecate.device.launch import Kernels
 from megatron_hecate.plan import Placement
@@ -22,6 +23,8 @@ from megatron_hecate.routing.tables import GroupShape, HolderOrder
 THREADS: int = 256
 # see ``kernels/quotas.cuh``
 NOTED: int = 65536
+# of all sources, or the exchange in which they were sent
+Loads = Tensor | LoadExchange
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,7 +122,7 @@ class QuotaTables:
                 self._homes = self.placed, torch.from_numpy(parts).to(self.device)
         return self._homes[1]
 
-    def parts_and_exchange(self, loads: Tensor, source: int) -> tuple[Tensor, Exchange]:
+    def parts_and_exchange(self, loads: Loads, source: int) -> tuple[Tensor, Exchange]:
         """Split one source's tokens as `parts` does, and count the exchange, in the same launch."""
         sizes = self.shape.exchange_sizes
         counts = torch.empty(sum(sizes), dtype=torch.int64, device=self.device)
@@ -128,11 +131,12 @@ class QuotaTables:
         received, *sums = counts.split_with_sizes(sizes)
         return parts, Exchange(received.view(-1, self.shape.slots_per_rank), *sums)
 
-    def parts(self, loads: Tensor, source: int, counts: Tensor | None = None) -> Tensor:
+    def parts(self, loads: Loads, source: int, counts: Tensor | None = None) -> Tensor:
         """Split one source's tokens over the holders, in one kernel launch.
 
         Args:
-            loads: tokens of source n routed to expert e, [N, E] int32, contiguous, on the device.
+            loads: tokens of source n routed to expert e, [N, E] int32, contiguous, on the device;
+                or the exchange that the count of this source has sent its loads in.
             source: index of the source, 0 to N - 1.
             counts: int64 numbers of an `Exchange`, which the launch writes.
 
@@ -140,8 +144,15 @@ class QuotaTables:
             [2 * R * P + E + 1] int32, `Parts` in ``kernels/gate.cuh``: the end of each holder's
             range within the tokens for its expert, each holder's physical expert, and the index of
             each expert's first holder.
+
+        Raises:
+            TransferError: see `LoadExchange.check`.
         """
-        assert loads.shape == self._loads_shape and loads.dtype == torch.int32, loads.shape
+        if isinstance(loads, LoadExchange):
+            address, exchange, number = None, loads.address, loads.number
+        else:
+            assert loads.shape == self._loads_shape and loads.dtype == torch.int32, loads.shape
+            address, exchange, number = loads.data_ptr(), None, 0
         shared = self._shared_bytes
         # working arrays in global memory, for tables that do not fit into shared memory and for
         # counts above 32 bits
@@ -150,7 +161,7 @@ class QuotaTables:
         self.kernels.launch(
             "fssdp_quotas",
             *self.at,
-            ctypes.c_void_p(loads.data_ptr()),
+            ctypes.c_void_p(address),
             ctypes.c_void_p(work.data_ptr()),
             ctypes.c_uint(shared),
             ctypes.c_int(self._source_index[source]),
@@ -158,8 +169,12 @@ class QuotaTables:
             ctypes.c_void_p(parts.data_ptr()),
             ctypes.c_void_p(None if counts is None else counts.data_ptr()),
             ctypes.c_void_p(None if self.noted is None else self.noted.data_ptr()),
+            ctypes.c_void_p(exchange),
+            ctypes.c_uint(number),
             blocks=1,
             threads=THREADS,
             shared_bytes=shared,
         )
+        if isinstance(loads, LoadExchange):
+            loads.check()
         return parts

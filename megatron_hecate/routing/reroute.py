@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_hecate.comm.transport import LoadExchange
 from megatron_hecate.device.autograd import direct_apply, lasting_tensors
 from megatron_hecate.device.launch import Argument, Kernels
 from megatron_hecate.plan import Placement, World
-from megatron_hecate.routing.quotas import Exchange, QuotaTables
+from megatron_hecate.routing.quotas import Exchange, Loads, QuotaTables
 from megatron_hecate.routing.tables import GroupShape
 
 # threads of a thread block
@@ -43,6 +44,7 @@ class CountedTokens:
         routes: routing map or indices.
         kernels: kernels of its device.
         total: [E] int64 sum to which the launch adds the loads.
+        exchange: exchange in which the launch sends the loads to all ranks.
         num_experts: E, for indices.
 
     Attributes:
@@ -59,6 +61,7 @@ class CountedTokens:
         routes: Tensor,
         kernels: Kernels,
         total: Tensor | None = None,
+        exchange: LoadExchange | None = None,
         *,
         num_experts: int | None = None,
     ) -> None:
@@ -80,7 +83,9 @@ class CountedTokens:
             kernel,
             *map(c_uint, (num_tokens, self.tile, num_experts)),
             *form,
-            *_addresses(self.before, self.loads, total, _arrivals(routes.device)),
+            *_addresses(self.before, self.loads, total),
+            c_void_p(None if exchange is None else exchange.address),
+            *_addresses(_arrivals(routes.device)),
             blocks=tiles,
             threads=THREADS,
             shared_bytes=shared_bytes,
@@ -293,7 +298,13 @@ class Rerouter:
         self._padded = config.moe_pad_expert_input_to_capacity
         self._exchanges = exchanges
 
-    def count(self, routes: Tensor, probs: Tensor, total: Tensor | None = None) -> CountedTokens:
+    def count(
+        self,
+        routes: Tensor,
+        probs: Tensor,
+        total: Tensor | None = None,
+        exchange: LoadExchange | None = None,
+    ) -> CountedTokens:
         """Count this source's tokens in ``routes``, without the padding to capacity.
 
         Padding entries have probability zero, so they change neither outputs nor gradients.
@@ -302,15 +313,16 @@ class Rerouter:
             routes: routing map or indices; with padding to capacity a map.
             probs: [T, E] routing probabilities.
             total: see `CountedTokens`.
+            exchange: see `CountedTokens`.
         """
         if self._padded:
             routes = routes & (probs.detach() != 0)
         return CountedTokens(
-            routes, self._kernels, total, num_experts=self.tables.shape.num_experts
+            routes, self._kernels, total, exchange, num_experts=self.tables.shape.num_experts
         )
 
     def reroute(
-        self, probs: Tensor, counted: CountedTokens, loads: Tensor | None
+        self, probs: Tensor, counted: CountedTokens, loads: Loads | None
     ) -> tuple[Tensor, Tensor, Exchange | None]:
         """Reroute from experts to the current placement's physical experts.
 
@@ -319,8 +331,7 @@ class Rerouter:
         Args:
             probs: [T, E] routing probabilities, differentiable.
             counted: counts of the same tokens.
-            loads: [N, E] int32, the counted loads of all sources; ``None`` if the current placement
-                has no replicas.
+            loads: loads of all sources; ``None`` if the current placement has no replicas.
 
         Returns:
             The results of `reroute`, and the counts of the all-to-all if ``exchanges`` and there

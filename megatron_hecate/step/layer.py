@@ -134,8 +134,11 @@ class FSSDPLayer:
         if not captured and running.purpose is Forward.MICROBATCH:
             running.is_counted = True
             sums = self.prefetcher.monitor.next_counts(state.index, routing_map.device)
-        counted = rerouter.count(routing_map, probs, sums)
-        if may_split or late:
+        # a graph of a part of the layer may outlive the memory of an exchange
+        exchanged = may_split and not (captured or late)
+        loads = state.exchange_loads() if exchanged else None
+        counted = rerouter.count(routing_map, probs, sums, loads)
+        if late or (may_split and loads is None):
             with trace.span("loads", state.name):
                 loads = gather_rows(
                     counted.loads,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
-from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, Transport
+from megatron_hecate.comm.transport import LayerBuffer, LoadExchange, TransferPlan, Transport
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.megatron.cuda_graphs import captures_iteration, holds_preprocess
 from megatron_hecate.megatron.dispatcher import CountedAlltoAll, physical_dispatcher
@@ -311,6 +311,12 @@ class LayerState(Uncopied):
         if purpose is Forward.RECOMPUTED and not self.keeps_replicas:
             return self._in_flight[0]
         return self.current.replicas
+
+    def exchange_loads(self) -> LoadExchange | None:
+        """Return the exchange of a forward's loads by kernels; ``None`` where there is none."""
+        if self.rerouter.sources.size() != self.group.size():
+            return None
+        return self.transport.exchange_loads(self.homes.num_experts, label=self.name)
 
     def place(self, replicas: Replicas | None) -> None:
         """Route the running forward to homes and ``replicas``."""

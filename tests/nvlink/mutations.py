@@ -49,6 +49,14 @@ MUTATIONS: dict[str, tuple[str, str, str, str]] = {
     "a sum's tail is dropped": ("reduce.cuh", "e < tile.end; e += stride", "e < tile.begin + units * N; e += stride", "address"),
     "the parts of other ranks are summed": ("reduce.cuh", "part(t, plan.filled(k).position, chunk.count)", "part(t, 0, chunk.count)", "address"),
     "a home collects one part less": ("reduce.cuh", "turn < count; ++turn", "turn + 1 < count; ++turn", "address"),
+    "loads have one buffer": ("loads.cuh", "(i32)(exchange % 2)", "0", "thread"),
+    "loads are told before they are written": ("loads.cuh", "  th.all(true);\n  if", "  if", "thread"),
+    "loads are not awaited": ("loads.cuh", "return await_all(th, Progress{t, exchange, 0, id}, 0) ?", "return id + 1 ?", "thread"),
+    "loads of the exchange before are awaited": ("loads.cuh", "Progress{t, exchange, 0, id}", "Progress{t, exchange - 1, 0, id}", "thread"),
+    "exchanges are not counted": ("loads.cuh", "  if (th.id() == 0) th.store(t.arrived, exchange);\n", "", "thread"),
+    "all threads count an exchange": ("loads.cuh", "if (th.id() == 0) th.store", "th.store", "thread"),
+    "the last rank gets no loads": ("loads.cuh", "peer < t.world; ++peer)", "peer < t.world - 1; ++peer)", "address"),
+    "loads lie apart": ("loads.cuh", "(u32)t.rank * experts + expert", "(u32)t.rank * (experts + 1) + expert", "address"),
     "single gradients come from part buffers": ("reduce.cuh", "const bool summed = crosses || count > 1;", "const bool summed = true;", "address"),
 }
 

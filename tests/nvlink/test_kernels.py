@@ -54,6 +54,8 @@ def _write_script(path: Path, *, seed: int, blocks: int) -> None:
     script.iteration(one_hot(6, 2, 5))
     for _ in range(6):
         script.iteration(random_copies(rng, ranks=6, slots=3, experts=2))
+        for experts in (5, 5, 3, 5, 4):
+            script.exchange(rng, experts)
     script.iteration([])
     script.end()
     script.write(path, blocks=blocks, threads=2)
@@ -159,6 +161,21 @@ def test_what_peers_write_is_read_anew(cubin: Path) -> None:
         assert all(line.startswith("LDG.E.NA.128 ") for line in wide)
         assert bool(wide) == (name != "fssdp_synchronize")
         assert not any(".CONSTANT" in line for line in lines)
+
+
+@pytest.mark.newest
+@pytest.mark.fast
+def test_loads_of_peers_are_read_anew(cubin: Path) -> None:
+    """Oracle: the disassembler, as above. The counts signal, and the quotas read after it."""
+    code = sass.disassemble(cubin)
+    for name in ("fssdp_count", "fssdp_count_choices"):
+        lines = sass.instructions(code[name])
+        (signal,) = (i for i, line in enumerate(lines) if line.startswith("STG.E.STRONG.SYS "))
+        assert any(re.match(r"MEMBAR\.\w+\.SYS", line) for line in lines[signal - 4 : signal])
+    lines = sass.instructions(code["fssdp_quotas"])
+    assert not any(".CONSTANT" in line for line in lines)
+    polls = [i for i, line in enumerate(lines) if line.startswith("LDG.E.STRONG.SYS ")]
+    assert any(any("CCTL.IVALL" in line for line in lines[i + 1 : i + 6]) for i in polls)
 
 
 @pytest.mark.fast

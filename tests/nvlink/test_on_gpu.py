@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from load_exchanges import check_exchanges
 from one_layer import Reference, allocate, check, copies, make_transport
 from quota_cases import check_every_source
 
@@ -108,7 +109,9 @@ def _main() -> None:
     if sys.argv[1] == "alone":
         _alone(device)
         return
-    check(make_transport("nvlink"), Reference(0, torch.bfloat16), device)
+    transport = make_transport("nvlink")
+    check(transport, Reference(0, torch.bfloat16), device)
+    check_exchanges(transport, device)
     torch.cuda.synchronize()
     dist.barrier()
     if dist.get_rank() == 0:

@@ -22,7 +22,7 @@ from megatron_hecate.device.launch import Kernels
 from megatron_hecate.routing.quotas import QuotaTables
 from megatron_hecate.routing.reroute import _Reroute
 
-MOST = 5
+MOST = {"p2p": 5, "nvlink": 4}
 MICROBATCHES, LAYERS = 4, 2
 ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "detach")  # launch nothing
 WAITS = "_local_scalar_dense item nonzero equal is_nonzero masked_select _unique2".split()
@@ -64,10 +64,11 @@ class Counted(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("transport", MOST)
 @ranks(2)
-def test_at_most_five_launches_and_no_wait() -> None:
-    """Per layer and microbatch with replicas. What happens once per iteration (the tables of a placement, the sum of
-    the loads) does not count, nor does fetching."""
+def test_few_launches_and_no_wait(transport: str) -> None:
+    """Per layer and microbatch with replicas, an all-gather among them or not. What happens once per iteration (the
+    tables of a placement, the sum of the loads) does not count, nor does fetching."""
     from megatron.core.transformer.moe.moe_layer import MoELayer
 
     from megatron_hecate.step.layer import FSSDPLayer
@@ -75,7 +76,7 @@ def test_at_most_five_launches_and_no_wait() -> None:
     from megatron_hecate.step.prefetch import Prefetcher
 
     case = tiny_gpt.initialized(accumulate=MICROBATCHES)
-    trained = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook())
+    trained = tiny_gpt.train(case, hook=tiny_gpt.fssdp_hook(transport=transport))
     assert trained.replicas > 0 and len(tiny_gpt.moe_layers(trained.chunks)) == LAYERS
 
     with pytest.MonkeyPatch.context() as patch:
@@ -102,7 +103,7 @@ def test_at_most_five_launches_and_no_wait() -> None:
     others = {name: n % forwards for name, n in counts.items() if n % forwards}
     for kernel in ("fssdp_count", "fssdp_quotas", "fssdp_reroute_32", "fssdp_reroute_gradient_32"):
         assert per_forward.pop(kernel) == 1
-    assert 4 + sum(per_forward.values()) <= MOST, per_forward
+    assert 4 + sum(per_forward.values()) <= MOST[transport], per_forward
     assert sum(others.values()) <= 3, f"once per iteration: {others}"
     assert not set(WAITS) & set(counts), counts
 

@@ -27,6 +27,7 @@ graph's pool that somebody still reads after the pool gave its memory to another
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -50,6 +51,7 @@ _BY_TABLE = {
     "fssdp_synchronize", "fssdp_gather",
     *(f"fssdp_reduce_{grad}_{main}" for grad in (16, 32) for main in (16, 32)),
 }  # fmt: skip
+_NO_LOADS = torch.zeros(1 << 16, dtype=torch.int32)
 _INDEXED = {"aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 _OF_PYTHON_DATA = (torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor)
 _TO_HOST = (torch.Tensor.cpu, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__)
@@ -249,7 +251,7 @@ class Graph:
                     self.save(storage)
                     self._note(storage, what)
             if args[0] not in _BY_TABLE:
-                launch(*args, **kwargs)
+                launch(*_alone(args), **kwargs)
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -289,6 +291,16 @@ def one_kernel(function: Callable) -> Callable:
             return graph.run(function, args, {}, name=function.__qualname__)
 
     return kernel
+
+
+def _alone(args: tuple) -> tuple:
+    """The arguments of a kernel without an exchange of loads, which a capture neither sends nor waits for."""
+    if args[0] not in ("fssdp_count", "fssdp_count_choices", "fssdp_quotas") or not args[-2].value:
+        return args
+    none = ctypes.c_void_p()
+    if args[0] == "fssdp_quotas":
+        args = *args[:3], ctypes.c_void_p(_NO_LOADS.data_ptr()), *args[4:]
+    return *args[:-2], none, args[-1]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

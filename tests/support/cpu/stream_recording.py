@@ -39,7 +39,7 @@ class Recording(TorchDispatchMode):
         self._rank, self._sent = dist.get_rank(), Counter[str]()
         # memory that is followed: begin and end here, its rank, and what to add for an address that all ranks share
         self._regions: list[tuple[int, int, int, int]] = []
-        self._num_buffers = 0
+        self._num_buffers = self._num_exchanges = 0
         # the running transfer, and where the memory of each of its peers begins
         self._transfer: tuple[Any, int, dict[int, int]] | None = None
         self._events: dict[Any, Any] = {}  # of collectives, by their works
@@ -132,7 +132,10 @@ class Recording(TorchDispatchMode):
         self, _: Any, name: str, *arguments: Any, blocks: int, threads: int, shared_bytes: int = 0
     ) -> None:
         if self._transfer is None:
-            self._note(name)
+            exchanges = name == "fssdp_quotas" and arguments[-2].value
+            self._num_exchanges += bool(exchanges)
+            met = f"loads {self._num_exchanges}", frozenset(range(dist.get_world_size()))
+            self._note(name, blocks=1, **(dict(meets=met) if exchanges else {}))
             return
         job, begin, bases = self._transfer
         moves = name != "fssdp_synchronize"

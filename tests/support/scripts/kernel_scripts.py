@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_hecate.comm.transport import Copy
 from megatron_hecate.nvlink.memory import (
     FAILURE,
+    MAX_RANKS,
     MAX_STEPS,
     Memory,
     SharedLayout,
@@ -29,10 +30,12 @@ from megatron_hecate.nvlink.tables import DomainPlan, most_numbers
 # Kinds of operations, as in selftest.cpp; of the sums by bits of gradients and of main gradients.
 WRITE, CHECK, GATHER = range(3)
 REDUCES = {(32, 32): 3, (32, 16): 4, (16, 32): 5, (16, 16): 6}
+EXCHANGE = 7
 DTYPES = {32: torch.float32, 16: torch.bfloat16}
 # bytes between regions that nobody may write, at least; regions begin at multiples of it
 GUARD = 256
 DESCRIPTION = 2048  # bytes set aside for the description of a transfer
+TOKENS, EXPERTS = 11, 5  # of a rank's exchange of loads, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Setup:
 
 
 class Operation(NamedTuple):
-    """Write or check ``data`` at ``address``, or run the transfer that it describes at ``position``.
+    """Write or check ``data`` at ``address``, or run the transfer that it describes at ``position``, or an exchange of
+    the loads of ``position`` experts.
 
     Args:
         data: uint8; on the script's device, but a description on the host.
@@ -86,6 +90,12 @@ class Script:
         self._guards: list[tuple[int, int]] = []  # [begin, end) of what lies between regions
         self.progress, self.arrived = self._region(4 * setup.ranks), self._region(4 * MAX_STEPS)
         self.epoch, self.failure = self._region(4), self._region(FAILURE.itemsize)
+        self.exchanges = self._region(4 * (MAX_RANKS + 1))
+        self.map, self.gathered = (
+            self._region(TOKENS * EXPERTS),
+            self._region(4 * setup.ranks * EXPERTS),
+        )
+        self.loads = self._region(2 * 4 * setup.ranks * EXPERTS)
         self.table = self._region(4 * most_numbers(setup.ranks, setup.slots))
         self.description = self._region(DESCRIPTION)
         elements, (grad, main_grad) = sum(setup.sizes), (DTYPES[bits] for bits in setup.bits)
@@ -162,17 +172,41 @@ class Script:
             table=base + self.table,
         )
 
+    def _signals(self, rank: int) -> Signals:
+        base = self.bases[rank]
+        return Signals(
+            rank=rank,
+            progress=[base + self.progress for base in self.bases],
+            arrived=base + self.arrived,
+            epoch=base + self.epoch,
+            exchanges=base + self.exchanges,
+            failure=base + self.failure,
+            timeout=20.0,
+        )
+
+    def exchange(self, rng: np.random.Generator, experts: int = EXPERTS) -> None:
+        """Loads of all ranks, which each counts in tokens of its own, and has checked before the next exchange."""
+        maps = [
+            torch.from_numpy(
+                rng.integers(0, 2, (int(rng.integers(1, TOKENS + 1)), experts), np.uint8)
+            )
+            for _ in self.bases
+        ]
+        loads = torch.stack([chosen.sum(dim=0, dtype=torch.int32) for chosen in maps])
+        for rank, (base, chosen) in enumerate(zip(self.bases, maps, strict=True)):
+            size = 4 * self.setup.ranks * EXPERTS
+            description = self._signals(rank).of_exchange(base + self.loads, size)
+            description["send"] = base + self.map, len(chosen)
+            description["parts"] = base + self.gathered, 0
+            data = torch.from_numpy(description.view(np.uint8))
+            self._do(rank, WRITE, at=self.map, values=chosen.flatten())
+            self._do(rank, EXCHANGE, at=self.description, values=data, position=experts)
+            self._do(rank, CHECK, at=self.gathered, values=loads.flatten())
+
     def _transfer(self, copies: Sequence[Copy], kind: int) -> None:
         domain = tuple(range(self.setup.ranks))
         for rank, base in enumerate(self.bases):
-            signals = Signals(
-                rank=rank,
-                progress=[base + self.progress for base in self.bases],
-                arrived=base + self.arrived,
-                epoch=base + self.epoch,
-                failure=base + self.failure,
-                timeout=20.0,
-            )
+            signals = self._signals(rank)
             table = DomainPlan(tuple(copies), rank, (domain,)).table
             self._do(rank, WRITE, at=self.table, values=torch.from_numpy(table).to(self._device))
             memory = self._memory(rank, kind)
@@ -220,7 +254,8 @@ class Script:
 
     def write(self, path: Path, *, blocks: int, threads: int) -> None:
         """As ``selftest.cpp`` reads it."""
-        words = [np.array([self.setup.ranks, self._end, blocks, threads, self.told], "<u8")]
+        head = [self.setup.ranks, self._end, blocks, threads, self.told, self.exchanges, self.told]
+        words = [np.array(head, "<u8")]
         for operations in self.operations:
             parts = []
             for op in operations:

@@ -1,0 +1,75 @@
+"""Loads of all sources through peers' memory, between CPU ranks, and as on GPUs.
+
+Oracle: `gather_rows`, the all-gather in its place, bitwise; literal messages.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import gpu_on_cpu
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from load_exchanges import check_exchanges, some_tables
+from one_layer import CPU, allocate, make_transport
+from ranks import ranks
+
+from megatron_hecate.comm.collectives import TransferError
+from megatron_hecate.faults.attempt import Attempt
+from megatron_hecate.routing.reroute import CountedTokens
+
+MATCH = r"layer 1: the exchange of loads failed on rank 0 of 2 \(timeout 1 s\): expected rank 1 to send its loads; it .* 0 were seen"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@ranks(3)
+def test_the_loads_of_an_all_gather(device: str) -> None:
+    driver = gpu_on_cpu.install() if device == "cuda" else None
+    transport, place = make_transport("nvlink"), gpu_on_cpu.GPU if driver else CPU
+    assert transport.exchange_loads(6, label="layer 1") is None, "nothing is allocated"
+    allocate(transport, place, torch.float32)
+    check_exchanges(transport, place)
+    assert driver is None or not driver.faults, driver.log
+
+
+@ranks(4)
+def test_several_domains_have_no_exchange() -> None:
+    transport = make_transport("nvlink", ((0, 1), (2, 3)))
+    allocate(transport, CPU, torch.float32)
+    assert transport.exchange_loads(8, label="layer 1") is None
+
+
+@ranks(2)
+def test_a_peer_that_sends_no_loads_is_named() -> None:
+    """By the wait, and by whatever asks for an exchange later."""
+    transport = make_transport("nvlink", timeout=1.0)
+    allocate(transport, CPU, torch.float32)
+    if dist.get_rank() == 0:
+        tables = some_tables(np.random.default_rng(0), 4, CPU)
+        exchange = transport.exchange_loads(4, label="layer 1")
+        CountedTokens(torch.ones(5, 4, dtype=torch.bool), tables.kernels, exchange=exchange)
+        with pytest.raises(TransferError, match=MATCH):
+            tables.parts(exchange, 0)
+        with pytest.raises(TransferError, match=MATCH):
+            transport.exchange_loads(4, label="layer 2")
+    dist.barrier()
+
+
+@ranks(2)
+def test_no_wait_outlives_the_attempt() -> None:
+    """As when the job restarts in the process. The wait ends as if the peer had come."""
+    transport = make_transport("nvlink", timeout=60.0)
+    layers = allocate(transport, CPU, torch.float32)
+    if dist.get_rank() == 0:
+        tables = some_tables(np.random.default_rng(0), 4, CPU)
+        exchange = transport.exchange_loads(4, label="layer 1")
+        CountedTokens(torch.ones(5, 4, dtype=torch.bool), tables.kernels, exchange=exchange)
+        timer = threading.Timer(0.5, Attempt.current().close)
+        timer.start()
+        start = time.monotonic()
+        tables.parts(exchange, 0)
+        assert time.monotonic() - start < 30 and layers
+    dist.barrier()
