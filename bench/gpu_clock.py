@@ -5,8 +5,6 @@ event *begin*, the work, event *end*. So only the work lies between the events. 
 that the stream was still asleep at the last launch; otherwise it retries with a longer sleep, and
 marks a sample for which that does not help as bound by the host. Buffers rotate: a sample finds
 none of its data in the L2 cache, unless the benchmark intends a hit.
-
-On a CPU, where work is complete when the call returns, the same code measures calls.
 """
 
 from __future__ import annotations
@@ -89,10 +87,6 @@ class Clock:
             for run in (before, runs[number % len(runs)], after):
                 if run is not None:
                     run()
-        if self.device.type != "cuda":
-            return Time.of(
-                [_host_seconds(runs[number % len(runs)]) for number in range(self.calls)]
-            )
         torch.cuda.synchronize()
         launched = [run for run in (before, runs[0], after) if run is not None]
         self._sleep = max(5e-5, 3 * _host_seconds(lambda: [run() for run in launched]))
@@ -130,8 +124,6 @@ class Clock:
 
     def in_a_row(self, run: Run, *, repeats: int = 20) -> Time:
         """Time one of ``repeats`` runs in one CUDA graph, without host launches in between."""
-        if self.device.type != "cuda":
-            return self.time(run)
 
         def all_of_them() -> None:
             for _ in range(repeats):
@@ -142,26 +134,6 @@ class Clock:
         return Time(
             found.seconds / repeats, found.low / repeats, found.high / repeats, found.host_bound
         )
-
-    def host(self, run: Run, *, repeats: int = 20) -> Time:
-        """Time the host alone in ``run``, without waiting for the device.
-
-        Args:
-            run: function that launches work.
-            repeats: runs per sample. Their launches must fit into the launch queue, about a
-                thousand; otherwise the host waits for the device.
-        """
-        samples = []
-        for _ in range(WARM + 5):
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            for _ in range(repeats):
-                run()
-            samples.append((time.perf_counter() - began) / repeats)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return Time.of(samples[WARM:])
 
 
 def captured(run: Callable[[], Any]) -> tuple[Run, Any]:
@@ -180,9 +152,7 @@ def captured(run: Callable[[], Any]) -> tuple[Run, Any]:
 
 
 def sets_beyond_cache(size: int, device: torch.device) -> int:
-    """Count the sets of ``size`` bytes that together exceed twice the L2 cache; 1 on a CPU."""
-    if device.type != "cuda":
-        return 1
+    """Count the sets of ``size`` bytes that together exceed twice the L2 cache."""
     cache = getattr(torch.cuda.get_device_properties(device), "L2_cache_size", 0) or L2_BYTES
     return 1 + 2 * cache // max(1, size)
 

@@ -17,8 +17,7 @@ and last longer. The time includes no kernel launches from Python. For *alone*, 
 after the GEMMs: at its power limit a GPU computes more slowly the busier it was, so both
 measurements must have the same work and the same pauses.
 
-``--device cpu`` runs the host build, and ``--tiny`` small sizes, to try the script; the numbers are
-then meaningless.
+``--tiny`` tries the script at small sizes; the numbers are then meaningless.
 """
 
 from __future__ import annotations
@@ -79,9 +78,8 @@ class Bench:
         self.elements = elements
         self.kernels = TransferKernels(device)
         self.words = torch.zeros(64, dtype=torch.int32, device=device)
-        # Kernels report a failure in host memory, so it is pinned on a GPU.
-        pinned = device.type == "cuda"
-        self.failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=pinned)
+        # Kernels report a failure in host memory, so it is pinned.
+        self.failure = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=True)
         # Of each set: source and destination, of 4 bytes per element at most.
         self.buffers = torch.randn(sets, 2, elements, device=device)
         # The home sends the chunk, and collects its gradient, to itself.
@@ -105,10 +103,7 @@ class Bench:
                 ctypes.c_uint(self.position),
                 ctypes.c_uint(0),
             )
-            if self.device.type == "cpu":
-                self.kernels.function(KERNELS[transfer])(*arguments, blocks, 1)
-            else:
-                self.kernels.launch(KERNELS[transfer], *arguments, blocks=blocks, threads=THREADS)
+            self.kernels.launch(KERNELS[transfer], *arguments, blocks=blocks, threads=THREADS)
 
         return launch
 
@@ -161,7 +156,6 @@ def rates(clock: Clock, *, tiny: bool) -> None:
     """Print a row for each expert, transfer and number of blocks."""
     table = Table("rates, GB/s")
     found = {}
-    counts = (1, 2) if clock.device.type == "cpu" else COUNTS
     for expert, elements in EXPERTS.items():
         sets = sets_beyond_cache(elements * 4, clock.device)
         if tiny:
@@ -173,7 +167,7 @@ def rates(clock: Clock, *, tiny: bool) -> None:
             payload = bench.payload(transfer)
             own = own_copy(moved, clock)
             launches = bench.launches(transfer)
-            for blocks in counts:
+            for blocks in COUNTS:
                 time = clock.time(*(functools.partial(launch, blocks) for launch in launches))
                 rate = moved / time.seconds
                 found[expert, transfer, blocks] = (payload / time.seconds, rate / own, share)
@@ -311,24 +305,16 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--parts", default="rates,overlap")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--calls", type=int, default=10)
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    device = torch.device(options.device)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("no GPU here; --device cpu tries the script on the host")
+    device = torch.device("cuda")
     clock = Clock(device, calls=2 if options.tiny else options.calls)
     print(f"{name_of(device)}, torch {torch.__version__}, {sys.argv}")
-    if device.type == "cuda":
-        # The default stream takes no batches of copies.
-        torch.cuda.set_stream(torch.cuda.Stream())
-    tiny = options.tiny or device.type == "cpu"
+    # The default stream takes no batches of copies.
+    torch.cuda.set_stream(torch.cuda.Stream())
     for part in options.parts.split(","):
-        if part == "overlap" and device.type == "cpu":
-            print("overlap: needs a GPU")
-        else:
-            {"rates": rates, "overlap": overlap}[part](clock, tiny=tiny)
+        {"rates": rates, "overlap": overlap}[part](clock, tiny=options.tiny)
 
 
 if __name__ == "__main__":

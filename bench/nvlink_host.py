@@ -9,7 +9,10 @@ which has replicas on most ranks. All ranks are in one NVLink domain. *Plan* is 
 direction; it changes only where memory moves. An expert has two tensors (SwiGLU). Eight ranks are
 timed in turn, on one CPU core.
 
-*Iteration* is the sum over all layers of plan and table, with the mean time of each.
+*Quotas* is the table of the kernels after the gate. *Iteration* is the sum over all layers of plan
+and both tables, with the mean time of each; the planning thread takes it. *Upload* is the copy of
+all tables to the memory that kernels read, once per iteration, here to host memory: the bytes, and
+the time.
 """
 
 from __future__ import annotations
@@ -21,14 +24,17 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from megatron_hecate.comm.transport import TransferPlan  # noqa: E402
 from megatron_hecate.nvlink.memory import Memory, Signals, describe  # noqa: E402
-from megatron_hecate.nvlink.tables import DomainPlan  # noqa: E402
+from megatron_hecate.nvlink.resident import Resident  # noqa: E402
+from megatron_hecate.nvlink.tables import DomainPlan, most_numbers  # noqa: E402
 from megatron_hecate.plan import CopyCost, Placement, World, plan_replicas  # noqa: E402
+from megatron_hecate.routing.tables import GroupShape, HolderOrder  # noqa: E402
 from megatron_hecate.step.forecast import LoadHistory  # noqa: E402
 
 # experts and ranks
@@ -40,7 +46,7 @@ TENSORS: tuple[int, ...] = (2 * 7168 * 2048, 2048 * 7168)
 # MoE layers of DeepSeek-V3
 LAYERS: int = 58
 # microseconds
-TARGETS: dict[str, float] = {"table": 200, "description": 50}
+TARGETS: dict[str, float] = {"table": 200, "quotas": 200, "description": 50, "upload": 100}
 
 
 def placements(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> list[Placement]:
@@ -70,7 +76,9 @@ def placements(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> li
     return found
 
 
-def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[str, list[float]]:
+def measure(
+    num_experts: int, num_ranks: int, calls: int, *, hot: bool
+) -> tuple[dict[str, list[float]], float]:
     """Measure the CPU seconds of every call.
 
     Args:
@@ -80,7 +88,7 @@ def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[
         hot: whether one expert receives a quarter of the tokens.
 
     Returns:
-        Seconds by step: "plan", "table", "description".
+        Seconds by step: "plan", "table", "quotas", "description" and "upload"; megabytes.
     """
     domain = tuple(range(num_ranks))
     seconds = defaultdict[str, list[float]](list)
@@ -88,6 +96,11 @@ def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[
     homes = tuple((1 << 40, 1 << 41) for _ in range(num_experts // num_ranks))
     memory = Memory(homes, TENSORS, ((1 << 40, 1 << 30),) * 4, 1 << 40)
     every = num_ranks // 8
+    size = 4 * most_numbers(num_ranks, 2)
+    tables = Resident(LAYERS, size, torch.device("cpu"))
+    world = World((0,) * num_ranks)
+    shape = GroupShape(world, Placement.initial(num_experts, num_ranks, num_slots=2))
+    megabytes = 0.0
     for number, placement in enumerate(placements(num_experts, num_ranks, calls, hot=hot)):
         for rank in range(number % every, num_ranks, every):
             signals = Signals(rank, progress, 16, 24, 32, timeout=1.0)
@@ -96,12 +109,23 @@ def measure(num_experts: int, num_ranks: int, calls: int, *, hot: bool) -> dict[
             plan = TransferPlan.from_placement(placement, rank)
             seconds["plan"].append(time.thread_time() - start)
             start = time.thread_time()
-            assert len(DomainPlan(plan.copies, rank, (domain,)).table)
+            table = DomainPlan(plan.copies, rank, (domain,)).table
             seconds["table"].append(time.thread_time() - start)
+            start = time.thread_time()
+            holders = HolderOrder(placement, shape).table()
+            seconds["quotas"].append(time.thread_time() - start)
             start = time.thread_time()
             describe(memory, signals, 1 << 40)
             seconds["description"].append(time.thread_time() - start)
-    return seconds
+            numbers = np.zeros((LAYERS, len(holders)), np.int32)
+            start = time.thread_time()
+            contents = dict.fromkeys(range(LAYERS), (number, lambda table=table: table))
+            tables.write(contents)
+            for row in numbers:
+                row[:] = holders
+            seconds["upload"].append(time.thread_time() - start)
+            megabytes = (numbers.nbytes + LAYERS * size) / 1e6
+    return seconds, megabytes
 
 
 def main() -> int:
@@ -111,23 +135,25 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.calls < 1:
         parser.error(f"--calls={arguments.calls} must be 1 or more")
+    torch.set_num_threads(1)
     print("Median (90th percentile) of CPU time in microseconds.\n")
     columns = ("plan", *TARGETS)
     heads = " | ".join(columns)
-    print(f"| experts/ranks | loads | {heads} | iteration, ms |\n|{'---|' * 6}")
+    print(f"| experts/ranks | loads | {heads} | upload, MB | iteration, ms |\n|{'---|' * 9}")
     for num_experts, num_ranks in SIZES:
         for hot in (False, True):
-            seconds = measure(num_experts, num_ranks, arguments.calls, hot=hot)
+            seconds, megabytes = measure(num_experts, num_ranks, arguments.calls, hot=hot)
             cells = []
             for column in columns:
                 us = np.array(seconds[column]) * 1e6
                 cells.append(f"{np.median(us):,.0f} ({np.percentile(us, 90):,.0f})")
-            once = np.mean(seconds["plan"]) + np.mean(seconds["table"])
+            cells.append(f"{megabytes:.2f}")
+            once = sum(np.mean(seconds[name]) for name in ("plan", "table", "quotas"))
             cells.append(f"{1e3 * LAYERS * once:,.1f}")
             loads = "hot" if hot else "even"
             print(f"| {num_experts}/{num_ranks} | {loads} | {' | '.join(cells)} |", flush=True)
     targets = " | ".join(f"{target:,.0f}" for target in TARGETS.values())
-    print(f"| target | | | {targets} | |")
+    print(f"| target | | | {targets} | | |")
     return 0
 
 

@@ -10,6 +10,8 @@ import json
 from collections import Counter
 from pathlib import Path
 
+from megatron_hecate.megatron.cuda_graphs import captures_iteration
+from megatron_hecate.megatron.rules import SettingSources
 from megatron_hecate.tools.check import problems as refused
 
 RECIPES = Path(__file__).resolve().parent.parent / "tests" / "data" / "recipes.json"
@@ -18,7 +20,6 @@ KINDS = {
     "performance": "Megatron-Bridge, performance",
     "functional": "Megatron-LM, functional tests",
 }
-GRAPHS = {"cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"}
 HEAD = """\
 # Recipes
 
@@ -49,30 +50,27 @@ def page() -> str:
         _counts(verdicts),
         "\n## Unsupported settings\n",
     ]
-    parts += [
-        _reasons(verdicts),
-        "\n## Unsupported jobs without CUDA graphs, or with graphs of parts\n",
-        _without_graphs(verdicts),
-        "\n## Jobs with CUDA graphs of whole layers or iterations\n",
-    ]
-    parts += [_with_graphs(verdicts)]
+    parts += [_reasons(verdicts), "\n## Unsupported jobs\n", _unsupported(verdicts)]
     return "\n".join(parts)
 
 
 def _counts(verdicts: list) -> str:
     lines = [
-        "| | jobs | supported unchanged | without CUDA graphs, or with graphs of parts "
-        "| of these supported |",
-        "|---|---|---|---|---|",
+        "| | jobs | supported unchanged | of these neither with a [CUDA graph of whole iterations]"
+        "(graphs.md) nor with a paged stash |",
+        "|---|---|---|---|",
     ]
     for kind, title in KINDS.items():
-        own = [found for recipe, found in verdicts if recipe["kind"] == kind]
-        eager = [found for found in own if not GRAPHS & found.keys()]
-        on = sum(not found for found in own)
-        lines.append(
-            f"| {title} | {len(own)} | {on} | {len(eager)} | {sum(not found for found in eager)} |"
-        )
+        jobs = [(recipe, found) for recipe, found in verdicts if recipe["kind"] == kind]
+        on = [recipe for recipe, found in jobs if not found]
+        static = sum(map(_is_static, on))
+        lines.append(f"| {title} | {len(jobs)} | {len(on)} | {len(on) - static} |")
     return "\n".join(lines)
+
+
+def _is_static(recipe: dict) -> bool:
+    """Return whether the job needs shapes that do not depend on routes."""
+    return captures_iteration(SettingSources(recipe)) or recipe.get("moe_paged_stash", False)
 
 
 def _reasons(verdicts: list) -> str:
@@ -86,27 +84,11 @@ def _reasons(verdicts: list) -> str:
     return "\n".join(lines)
 
 
-def _without_graphs(verdicts: list) -> str:
-    lines = ["Jobs refused for other reasons:\n", "| job | setting |", "|---|---|"]
+def _unsupported(verdicts: list) -> str:
+    lines = ["| job | setting |", "|---|---|"]
     for recipe, found in verdicts:
-        if found and not GRAPHS & found.keys():
+        if found:
             lines.append(f"| {recipe['name']} | {', '.join(f'`{name}`' for name in found)} |")
-    return "\n".join(lines)
-
-
-def _with_graphs(verdicts: list) -> str:
-    lines = [
-        "These need `model.cuda_graph_impl=none`, and overrides for the other settings named:\n"
-    ]
-    lines += ["| settings | canonical | performance | functional |", "|---|---|---|---|"]
-    groups: dict[tuple[str, ...], Counter] = {}
-    for recipe, found in verdicts:
-        if GRAPHS & found.keys():
-            groups.setdefault(tuple(sorted(found)), Counter())[recipe["kind"]] += 1
-    for names, count in sorted(groups.items(), key=lambda item: -item[1].total()):
-        settings = ", ".join(f"`{name}`" for name in names)
-        cells = " | ".join(str(count[kind]) for kind in KINDS)
-        lines.append(f"| {settings} | {cells} |")
     return "\n".join(lines) + "\n"
 
 

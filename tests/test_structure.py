@@ -33,7 +33,7 @@ FLOORS = [
     {"megatron"},
     {"step"},
     # boxes: the core, above, knows them by a protocol only
-    {"nvlink", "homes", "routes", "record"},
+    {"nvlink", "homes", "routes", "record", "graphs"},
     {"switch_on"},
     {""},
     {"enable"},

@@ -40,6 +40,7 @@ class P2P:
 
     name = "p2p"
     scatters = False
+    is_capturable = False
 
     def __init__(self, group: dist.ProcessGroup, *, timeout: float) -> None:
         self.group = group

@@ -59,8 +59,8 @@ class TransferPlan:
     Args:
         rank: this rank.
         copies: copies of all ranks, sorted by expert, then rank. Every transport keeps this order.
-        covered: slots and own experts that launches cover whatever the copies, as a CUDA graph
-            needs; ``None``: those of the copies.
+        covered: numbers of slots and own experts that launches cover in any plan, as a CUDA graph
+            needs; ``None`` if launches cover the copies only.
     """
 
     rank: int
@@ -224,12 +224,14 @@ class Transport(Protocol):
         name: "p2p" or "nvlink".
         scatters: True if receivers share the work of copying and each node receives one copy; False
             if homes send all copies.
+        is_capturable: True if a CUDA graph can hold its transfers for changing plans.
         group: process group of the ranks, used by transfers only, so that copies do not queue
             behind tokens.
     """
 
     name: str
     scatters: bool
+    is_capturable: bool
     group: dist.ProcessGroup
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:

@@ -102,6 +102,9 @@ ASSUMPTIONS = _table(
       get_expert_data_parallel_rank: determines the rank that records a stage
       get_expert_data_parallel_group: gives the ranks with the same homes
       get_pipeline_model_parallel_group: gives the stages with one log of metrics
+    core.full_cuda_graph
+      FullCudaGraphWrapper.cuda_graph: holds the graph of training iterations
+      FullCudaGraphWrapper.curr_iteration: counts replays, which run no Python
     core.transformer.moe.router_replay
       RouterReplayAction.REPLAY_FORWARD: target_topk_idx holds future routes
     core.tensor_parallel.random

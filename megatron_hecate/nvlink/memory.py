@@ -41,7 +41,7 @@ class Memory(NamedTuple):
     Args:
         homes: addresses of the tensors of each own expert: parameters in a spAG, main gradients in
             a spRS; 0 for an expert that has none.
-        sizes: size of each of these tensors, as ``size``.
+        sizes: size of each tensor of an expert, in bytes for a spAG, else in elements.
         chunks: address of the first chunk and bytes from chunk to chunk, for each of `CHUNKS`.
         table: address of the plan's table, see `tables`; 0 if it is not known yet.
     """
@@ -107,12 +107,12 @@ class SharedLayout(NamedTuple):
     """Division of the buffer that peers read, in one direction: chunks, then stripe buffers.
 
     Args:
-        count: chunks: own experts that are sent, or parts of sums by slot.
+        num_chunks: own experts that are sent, or parts of sums by slot.
         stride: bytes from chunk to chunk.
         stripe_stride: bytes from stripe buffer to stripe buffer.
     """
 
-    count: int
+    num_chunks: int
     stride: int
     stripe_stride: int
 
@@ -132,7 +132,7 @@ class SharedLayout(NamedTuple):
     @property
     def stripes_begin(self) -> int:
         """Bytes before the stripe buffers."""
-        return self.count * self.stride
+        return self.num_chunks * self.stride
 
     def size(self, num_stripes: int) -> int:
         """Return the bytes of the buffer with ``num_stripes`` stripe buffers."""
@@ -156,8 +156,8 @@ def description_bytes(memory: Memory) -> int:
 def describe(memory: Memory, signals: Signals, address: int) -> np.ndarray:
     """Return the description of a layer's transfers, uint8, that lies at ``address``.
 
-    A `TRANSFER` is followed by the addresses of the own experts' tensors, and by the ends of these
-    tensors in a chunk.
+    A `TRANSFER` is followed by the addresses of the own experts' tensors, and by their ends in a
+    chunk.
     """
     transfer = signals.header.copy()
     homes = np.array(memory.homes, np.uint64)

@@ -74,7 +74,7 @@ def _fetch(plan: DomainPlan, size: int) -> Round:
         if chunk.home_domain != plan.own_domain:
             receives.append(Stripe(buffer, size, _carrier(plan, chunk.home_domain)))
             continue
-        for domain in chunk.others:
+        for domain in chunk.further:
             sends.append(Stripe(buffer, size, _carrier(plan, domain)))
     return Round(tuple(sends), tuple(receives))
 
@@ -86,11 +86,12 @@ def _rounds_of_return(plan: DomainPlan, size: int) -> Iterator[Round]:
     for turn in range(1, num_domains):
         source = (plan.own_domain + turn) % num_domains
         target = (plan.own_domain - turn) % num_domains
-        sends, receives, adds = [], [], []
+        sends, receives = [], []
+        adds: list[tuple[Stripe, int]] = []
         for number, chunk in enumerate(plan.crossing):
             if chunk.home_domain == target:
                 sends.append(Stripe(number, size, _carrier(plan, target)))
-            elif chunk.home_domain == plan.own_domain and source in chunk.others:
+            elif chunk.home_domain == plan.own_domain and source in chunk.further:
                 # A round reuses the further buffers of the previous round.
                 buffer = len(plan.crossing) + len(adds) if has_sum[number] else number
                 stripe = Stripe(buffer, size, _carrier(plan, source))

@@ -26,16 +26,16 @@ Domains = Sequence[Sequence[int]]  # the ranks of every NVLink domain of a group
 
 @dataclasses.dataclass(frozen=True)
 class Crossing:
-    """A chunk that crosses between this rank's domain and others.
+    """A chunk that crosses between this rank's domain and further ones.
 
     Args:
         home_domain: number of the home's domain.
-        others: numbers of the further domains with copies, without the home's domain.
+        further: numbers of the domains with copies, without the home's domain.
         is_received: True if this rank's domain has copies.
     """
 
     home_domain: int
-    others: tuple[int, ...]
+    further: tuple[int, ...]
     is_received: bool
 
 
@@ -90,8 +90,8 @@ class DomainPlan:
             rows = copies.chunk == number
             home_domain = int(copies.domain_of[copies.home[rows][0]])
             domains = np.unique(copies.domain_of[copies.rank[rows]]).tolist()
-            others = tuple(domain for domain in domains if domain != home_domain)
-            chunks.append(Crossing(home_domain, others, self.own_domain in domains))
+            further = tuple(domain for domain in domains if domain != home_domain)
+            chunks.append(Crossing(home_domain, further, self.own_domain in domains))
         return tuple(chunks)
 
     @cached_property
@@ -147,7 +147,7 @@ class _CopyTable(NamedTuple):
         is_here: whether each copy is in the domain, [N].
         homes, indices: of each chunk, [C].
         counts: copies of each chunk in the domain, [C].
-        crosses: whether each chunk crosses between the domain and others, [C].
+        crosses: whether each chunk crosses between the domain and further ones, [C].
         domain_of: number of each rank's domain, [R].
     """
 
@@ -214,5 +214,5 @@ def most_stripes(layer: LayerBuffer, sizes: tuple[int, ...]) -> tuple[int, int]:
     largest = max(sizes)
     leaving = min(largest * layer.homes, (sum(sizes) - min(sizes)) * layer.slots)
     entering = largest * layer.slots
-    # Sums of another domain arrive beside this domain's.
+    # Sums of another domain arrive in buffers of their own.
     return leaving + entering, 2 * leaving + entering

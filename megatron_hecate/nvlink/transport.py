@@ -28,12 +28,10 @@ from megatron_hecate.nvlink.memory import (
     MAX_STEPS,
     Memory,
     SharedLayout,
-    describe,
-    description_bytes,
 )
 from megatron_hecate.nvlink.messages import Round, rounds_of
 from megatron_hecate.nvlink.peers import Peers
-from megatron_hecate.nvlink.resident import Resident
+from megatron_hecate.nvlink.resident import LaunchTables
 from megatron_hecate.nvlink.tables import DomainPlan, Domains, most_numbers, most_stripes
 
 # Bits of the gradients that the kernels sum, and of main gradients that they add to.
@@ -84,6 +82,8 @@ class NVLink:
         self._domain = domain
         self._domains = tuple(map(tuple, domains))
         self._sizes = tuple(map(len, self._domains))
+        # Peers and sizes of messages between domains would be frozen.
+        self.is_capturable = len(self._domains) == 1
         self._rank = group.rank()
         self._between = P2P(group, timeout=timeout)
         # Progress counters of the next transfer; initially the counters are 0.
@@ -95,10 +95,7 @@ class NVLink:
         self._shared = torch.empty(0)
         # ``None`` with several domains.
         self._loads: SharedLoads | None = None
-        # What kernels read: the plans' tables, a row for each layer; descriptions.
-        self._tables: Resident | None = None
-        self._rows: dict[str, int] = {}
-        self._descriptions: dict[tuple[str, str, int], Resident] = {}
+        self._tables: LaunchTables | None = None
         # Progress counters where the iteration began, from which positions count.
         self._epoch = 0
         # Transfers that a CUDA graph holds: progress since the epoch, and the failure's text.
@@ -131,10 +128,9 @@ class NVLink:
         # The counters and the epoch in the new memory are 0.
         self._begin, self._epoch = 1, 0
         self._captured.clear()
-        # Of any plan of a layer: a group has at most as many copies as slots.
         slots = max(layer.slots for layer in layers)
-        numbers = most_numbers(self.group.size(), slots)
-        self._tables = Resident(len(layers), 4 * numbers, device)
+        numbers = 4 * most_numbers(self.group.size(), slots)
+        self._tables = LaunchTables(len(layers), numbers, self._peers.signals, device)
         replicas, self._shared, memory = self._peers.buffers.split(sizes)
         if len(self._domains) == 1:
             self._loads = SharedLoads(self._peers, memory)
@@ -144,8 +140,6 @@ class NVLink:
         self._peers = self._loads = None
         self._shared = self._shared.new_empty(0)
         self._tables = None
-        self._rows.clear()
-        self._descriptions.clear()
 
     def exchange_loads(self, num_experts: int, *, label: str) -> LoadExchange | None:
         return None if self._loads is None else self._loads.exchange(num_experts, label=label)
@@ -164,12 +158,8 @@ class NVLink:
         peers.write_epoch(self._epoch)
         for position, text in self._captured:
             peers.remember(self._epoch + position, text)
-        self._write_tables({label: self._seen_from_here(plan) for label, plan in plans.items()})
-
-    def _write_tables(self, plans: Mapping[str, DomainPlan]) -> None:
         assert self._tables is not None, "allocate was not called"
-        rows = {self._rows.setdefault(label, len(self._rows)): plans[label] for label in plans}
-        self._tables.write({row: (plan, lambda p=plan: p.table) for row, plan in rows.items()})
+        self._tables.write({label: self._seen_from_here(plan) for label, plan in plans.items()})
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
         self._seen_from_here(plan)
@@ -216,13 +206,14 @@ class NVLink:
             raise ValueError(
                 f"{label}: gradients of {dtype} cannot be summed by our kernels; use p2p"
             )
+        targets: dict[int, Sequence[Tensor] | None]
         targets = {index: homes.main_grads(index) for index in plan.replicated}
         totals: dict[int, Tensor] = {}
         if not all(targets.values()):
             # `HomeGradients.add` takes the sums at the end.
             totals = {index: slots[0].new_zeros(elements, dtype=torch.float32) for index in targets}
             targets = {index: [total] for index, total in totals.items()}
-        first: Sequence[Tensor] = next(iter(targets.values()), None) or [slots[0]]
+        first = next(filter(None, targets.values()), [slots[0]])
         layout = SharedLayout.of_return(len(slots), elements, min(self._sizes))
         parts, stripes = layout.chunks(self._shared.data_ptr())
         rows = [[0] * len(first) for _ in range(1 + max(targets, default=0))]
@@ -343,7 +334,7 @@ class NVLink:
             away: whether the stage is the one after the messages of other domains.
         """
         peers = self._memory_of_peers()
-        # All ranks count every stage that is launched, whichever ranks have copies.
+        # All ranks count every stage that is launched, also ranks without copies.
         begin = self._begin
         self._begin += MAX_STEPS
         text = (
@@ -364,7 +355,8 @@ class NVLink:
             TransferError: a peer died or did not answer in time, in this or an earlier transfer.
         """
         if peers.failure is None:
-            description = self._write(peers, job)
+            assert self._tables is not None
+            description = self._tables.describe(job.label, job.what, job.plan, job.memory)
             try:
                 self._kernels.run(
                     job.kernel, description, position=position, away=away, ranks=len(peers.ranks)
@@ -377,25 +369,6 @@ class NVLink:
             # The caller that waits for the transfer may be stuck elsewhere.
             peers.look_for_failure()
             raise TransferError(peers.explain_failure())
-
-    def _write(self, peers: Peers, job: _Job) -> Tensor:
-        """Write the plan's table and the description of the transfer where they have changed.
-
-        Returns:
-            The description, on the device.
-        """
-        self._write_tables({job.label: job.plan})
-        assert self._tables is not None
-        table = self._tables.rows[self._rows[job.label]]
-        memory = job.memory._replace(table=table.data_ptr())
-        key = job.label, job.what, description_bytes(memory)
-        if key not in self._descriptions:
-            self._descriptions[key] = Resident(1, key[2], peers.device)
-        description = self._descriptions[key]
-        (row,) = description.rows
-        make = functools.partial(describe, memory, peers.signals, row.data_ptr())
-        description.write({0: (memory, make)})
-        return row
 
 
 def _places(chunks: Sequence[Tensor]) -> tuple[int, int]:

@@ -68,6 +68,8 @@ class QuotaTables:
         shared_bytes = shape.shared_bytes(THREADS)
         self._shared_bytes = shared_bytes if shared_bytes <= kernels.most_shared_bytes else 0
         self.placed: Placement | None = None
+        # the last placement whose table was computed, and the table
+        self._prepared: tuple[Placement, np.ndarray] | None = None
         # Largest rank load over the mean that a launch has seen, in units of 1 / `NOTED`, with
         # these quotas and with each expert where Megatron builds it: [2] int64, raised by `parts`.
         # At a fixed address, because graphs hold it. ``None`` for none.
@@ -78,12 +80,28 @@ class QuotaTables:
         # the last placement without replicas, and its `parts`
         self._homes: tuple[Placement, Tensor] | None = None
 
+    def prepare(self, placement: Placement) -> None:
+        """Compute the table of ``placement``, a possible plan, in any thread."""
+        self._prepared = placement, HolderOrder(placement, self.shape).table()
+
+    def numbers(self, placement: Placement) -> np.ndarray:
+        """Return the table of ``placement``, int32."""
+        prepared = self._prepared
+        if prepared is not None and prepared[0] is placement:
+            return prepared[1]
+        return HolderOrder(placement, self.shape).table()
+
+    def move(self, holders: Tensor) -> None:
+        """Use ``holders`` as the table's memory, which the caller writes."""
+        self.holders = holders
+        self.at[1] = ctypes.c_void_p(holders.data_ptr())
+
     def place(self, placement: Placement) -> None:
         """Route to the holders of ``placement`` from here on.
 
         Its tables are written on the current stream, without host synchronization.
         """
-        table = torch.from_numpy(HolderOrder(placement, self.shape).table())
+        table = torch.from_numpy(self.numbers(placement))
         # torch's pinned allocator reuses the buffer only after the asynchronous copy is done
         if self.device.type == "cuda":
             table = table.pin_memory()

@@ -284,7 +284,7 @@ class Rerouter:
         self._kernels = Kernels(device)
         # of the group, and of the placement that tokens are routed by
         self.tables = QuotaTables(GroupShape(world, homes, source_rank), device, self._kernels)
-        # of forwards without replicas; of its own where a CUDA graph reads the others in replays
+        # of forwards without replicas; others where replays of a CUDA graph read `tables`
         self.tables_of_homes = self.tables
         config = dispatcher.config
         backend = None

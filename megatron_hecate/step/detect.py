@@ -8,7 +8,7 @@
 | a schedule's call, or a forward outside of one | weights may have changed, without a trace |
 | version counters of weights have grown | weights have changed |
 
-Where one CUDA graph holds iterations, DDP's zeroing begins the next one (`graphed_iteration`).
+Where one CUDA graph holds iterations, DDP's zeroing begins the next one (`graphs`).
 
 A loop with neither Megatron's DDP nor an optimizer of torch says itself where iterations begin.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable
+from typing import Protocol
 
 from torch.optim.optimizer import Optimizer
 
@@ -25,6 +25,17 @@ from megatron_hecate.megatron.events import listen_to_steps
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.gradient_returns import GradientReturns
 from megatron_hecate.step.layer_state import LayerState
+
+
+class GraphedIterations(Protocol):
+    """Iterations that one CUDA graph may hold; `graphs.iteration`, for example."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if nothing has run since the last call of `prepare`."""
+
+    def prepare(self) -> None:
+        """Begin the next iteration. Collective."""
 
 
 class Detector:
@@ -42,8 +53,8 @@ class Detector:
         self._calls: list[int | None] = [None] * len(clock.epochs)
         # Each optimizer that has stepped, by its id, with the last iteration that had begun.
         self._stepped: dict[int, tuple[weakref.ref[Optimizer], int]] = {}
-        # Where a CUDA graph holds whole iterations: what comes before each.
-        self.prepare_iteration: Callable[[], None] | None = None
+        # Where a CUDA graph holds whole iterations.
+        self.graphed: GraphedIterations | None = None
         listen_to_steps(self)
 
     def forward_begins(self, chunk: int) -> bool:
@@ -89,10 +100,14 @@ class Detector:
     def gradients_dropped(self, chunk: int) -> None:
         """End the iteration when DDP zeroes gradients; drop waiting gradients of replicas."""
         self._returns.drop()
+        graphed = self.graphed
+        # An evaluation that Megatron runs again zeroes gradients, too.
+        if graphed is not None and graphed.is_waiting:
+            return
         self._clock.end_iteration("DDP zeroed gradients")
         # Megatron zeroes all chunks in turn, then runs the iteration, or replays it by a graph.
-        if self.prepare_iteration is not None and chunk == len(self._calls) - 1:
-            self.prepare_iteration()
+        if graphed is not None and chunk == len(self._calls) - 1:
+            graphed.prepare()
 
     def before_step(self, optimizer: Optimizer) -> None:
         """End the iteration before a step of ``optimizer``, even if it steps another model.

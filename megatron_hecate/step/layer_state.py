@@ -263,6 +263,7 @@ class LayerState(Uncopied):
         if placement.num_replicas and self.slots is not None:
             transfers = self._plan_transfers(placement)
             self.transport.prepare(transfers, self.slots.sizes)
+            self.rerouter.tables.prepare(placement)
             self._early = (placement, transfers)
 
     def transfers_for(self, placement: Placement) -> TransferPlan | None:

@@ -103,20 +103,6 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device=device)
 
 
-class StartedSum(Protocol):
-    """Sum of counts on its way to the host; a `GroupSum`, for example."""
-
-    @property
-    def ready(self) -> bool:
-        """True if `read` does not block."""
-
-    def read(self) -> np.ndarray:
-        """Wait for the sum and return it."""
-
-    def peek(self, length: int) -> np.ndarray | None:
-        """Return a copy of the sum's first numbers, or ``None`` before they arrive; any thread."""
-
-
 class MicrobatchCounts(Protocol):
     """Tokens of this rank by microbatch, layer and expert."""
 
@@ -183,7 +169,7 @@ class LoadMonitor:
         self._size = shape[0] * shape[1]
         # Counts of the iteration, [E] int64 per layer, allocated on the device of its first loads.
         self._counts: Sequence[Tensor] = ()
-        self._reduced: StartedSum | None = None
+        self._reduced: GroupSum | None = None
         # A new object in every iteration.
         self.history = LoadHistory()
         # Its measurements are summed with the loads.
@@ -279,74 +265,3 @@ class LoadMonitor:
         if self._reduced is not None and self._reduced.ready:
             self.collect()
         return self._reduced is None
-
-
-class _GraphedSum:
-    """Sum that a CUDA graph, or eager work on the current stream, copies to ``host``."""
-
-    def __init__(self, host: Tensor) -> None:
-        self._host = host
-
-    @property
-    def ready(self) -> bool:
-        return not (self._host.numpy() == NOT_HERE).any()
-
-    def read(self) -> np.ndarray:
-        if not self.ready and self._host.is_pinned():
-            torch.cuda.current_stream().synchronize()
-        return self._host.numpy().copy()
-
-    def peek(self, length: int) -> np.ndarray | None:
-        copied = self._host.numpy()[:length].copy()
-        return None if (copied == NOT_HERE).any() else copied
-
-
-class GraphedMonitor(LoadMonitor):
-    """Load monitor of iterations that one CUDA graph holds. Args as `LoadMonitor`.
-
-    Counts, sum and host memory stay where they are. The graph sums, copies and resets them.
-    """
-
-    _host: Tensor | None = None
-    _included: Tensor | None = None
-    # True if the sum of the running iteration has been started.
-    _is_started = False
-
-    def start_reduce(self) -> bool:
-        if not self._counts or self._is_started:
-            return False
-        if self._included is None:
-            with lasting_tensors():
-                self._included = self._counts[0].new_zeros(len(self._measured()))
-        sums = self._take_counts(self._included)
-        torch._foreach_zero_(list(self._counts))
-        if self._host is None:
-            with lasting_tensors():
-                self._host = torch.empty_like(sums, device="cpu", pin_memory=sums.is_cuda)
-        dist.all_reduce(sums, group=self._group)
-        self._host.copy_(sums, non_blocking=True)
-        self._is_started = True
-        self._reduced = _GraphedSum(self._host)
-        return True
-
-    def replayed(self) -> None:
-        """Note that a replay has summed the counts, without Python."""
-        if self._host is not None and not self._is_started:
-            self._is_started = True
-            self._reduced = _GraphedSum(self._host)
-
-    def prepare(self, *, replays: bool) -> None:
-        """Expect the sum of another iteration, outside of any capture. The last one was read.
-
-        Args:
-            replays: whether a graph may sum the counts, without Python.
-        """
-        self._is_started = False
-        if self._host is None or self._included is None:
-            return
-        self._host.fill_(NOT_HERE)
-        # A replay measures nothing, but placements and frozen parameters are those of now.
-        included = self._measured() * (np.arange(len(self._included)) == MEASURED)
-        self._included.copy_(torch.from_numpy(included))
-        if replays:
-            self._reduced = _GraphedSum(self._host)

@@ -34,10 +34,9 @@ from megatron_hecate.replicas.layer_replicas import Replicas
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.detect import Detector
 from megatron_hecate.step.gradient_returns import GradientReturns
-from megatron_hecate.step.graphed_iteration import GraphedIteration
 from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast, plan_late
 from megatron_hecate.step.layer_state import LayerState, Uncopied
-from megatron_hecate.step.load_monitor import GraphedMonitor, LoadMonitor
+from megatron_hecate.step.load_monitor import LoadMonitor
 from megatron_hecate.step.model_check import check_experts, check_model
 from megatron_hecate.step.trained_experts import TrainedExperts
 
@@ -56,9 +55,15 @@ class Prefetcher(Uncopied, StepEvents):
     Args:
         states: states of all layers, in the order of the forward.
         routes: loads that are known before the forward.
+        monitor: class of the load monitor.
     """
 
-    def __init__(self, states: Sequence[LayerState], routes: RoutesForecast) -> None:
+    def __init__(
+        self,
+        states: Sequence[LayerState],
+        routes: RoutesForecast,
+        monitor: type[LoadMonitor] = LoadMonitor,
+    ) -> None:
         self.states = states
         # Stored, because lookups of submodules are slow.
         self._experts: list[Module] = [state.parts.layer.experts for state in states]
@@ -77,9 +82,8 @@ class Prefetcher(Uncopied, StepEvents):
         self._routes = routes
         self.meter = OverlapMeter()
         self._trained = TrainedExperts(states)
-        is_graphed = states[0].covered is not None
-        self.meter.is_off = is_graphed
-        self.monitor = (GraphedMonitor if is_graphed else LoadMonitor)(
+        self.meter.is_off = states[0].covered is not None
+        self.monitor = monitor(
             (len(states), max(state.parts.homes_only.num_experts for state in states)),
             states[0].rerouter.sources,
             timeout=states[0].config.timeout,
@@ -99,8 +103,6 @@ class Prefetcher(Uncopied, StepEvents):
         self.gradients: bool | None = None
         self.pool = BufferPool(states[0].transport, states[0].config.lifetime)
         self.planner = LayerPlanner(states, clock=self.clock, routes=routes, meter=self.meter)
-        if is_graphed:
-            self.detector.prepare_iteration = GraphedIteration(self).prepare
         # Returns a line for each conflict outside of the experts; ``None`` once it was called.
         self.find_conflicts: Callable[[], list[str]] | None = list
 

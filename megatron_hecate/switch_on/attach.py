@@ -11,6 +11,8 @@ import torch.distributed as dist
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch.nn import Module
 
+from megatron_hecate.graphs.iteration import GraphedIteration
+from megatron_hecate.graphs.monitor import GraphedMonitor
 from megatron_hecate.homes.converters import restore_homes_before_conversions
 from megatron_hecate.homes.schedule import HomesSchedule
 from megatron_hecate.megatron.cuda_graphs import captured_parts
@@ -67,7 +69,7 @@ def attach(
         homes_group: group in which experts change homes; ``None`` without rehoming.
         folder: folder of the record, if there is one.
     """
-    prefetcher = Prefetcher(states, KnownRoutes(states))
+    prefetcher = _make_prefetcher(states)
     clock = prefetcher.clock
     if homes_group is not None:
         prefetcher.rehoming = HomesSchedule(
@@ -112,6 +114,15 @@ def attach(
             undo.callback(end.remove)
         # nothing has failed: keep the changes
         undo.pop_all()
+
+
+def _make_prefetcher(states: list[LayerState]) -> Prefetcher:
+    """Make the prefetcher of a model, of whose iterations one CUDA graph may hold all launches."""
+    if states[0].covered is None:
+        return Prefetcher(states, KnownRoutes(states))
+    prefetcher = Prefetcher(states, KnownRoutes(states), GraphedMonitor)
+    prefetcher.detector.graphed = GraphedIteration(prefetcher)
+    return prefetcher
 
 
 def _attach_layer(

@@ -21,6 +21,8 @@ from megatron_hecate.device.launch import Kernels
 from megatron_hecate.homes.converters import find_unknown_libraries
 from megatron_hecate.homes.planner import compile_home_planner
 from megatron_hecate.megatron import assumptions, foreign_code, training_state
+from megatron_hecate.megatron.cuda_graphs import captures_iteration
+from megatron_hecate.megatron.rules import SettingSources
 from megatron_hecate.plan import H100, Speeds, compile_planner
 from megatron_hecate.record.observe import read_speeds
 from megatron_hecate.replicas.buffers import LIFETIMES
@@ -30,6 +32,12 @@ from megatron_hecate.step.layer_state import LayerParts
 from megatron_hecate.switch_on import unsupported, wrappers
 from megatron_hecate.switch_on.attach import Model
 from megatron_hecate.switch_on.connect import Connection, connect
+
+NOT_CAPTURABLE = (
+    "cuda_graph_impl=full_iteration: one CUDA graph would freeze peers and sizes of the messages "
+    "of transport {name}; use --moe-fssdp-transport nvlink with each expert-parallel group in one "
+    "NVLink domain, or set model.cuda_graph_impl=none or leave out --cuda-graph-impl"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +78,10 @@ class Proposal:
         connection = connect(
             config.transport, ranks, problems, timeout=config.timeout, nccl_ctas=config.nccl_ctas
         )
+        transport = connection.transport
+        is_graphed = parts and captures_iteration(SettingSources(parts[0].layer.config))
+        if is_graphed and config.slots and transport and not transport.is_capturable:
+            problems.append(NOT_CAPTURABLE.format(name=connection.name))
         return cls(model, config, parts, speeds, connection, problems)
 
     def agree(self) -> tuple[HecateConfig, list[Note]]:

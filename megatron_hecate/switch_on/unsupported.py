@@ -170,38 +170,6 @@ MODEL = (
             ("external_cuda_graph", False),
         )
     ),
-    Rule(
-        "cuda_graph_impl",
-        f"{_IN_GRAPH}: without moe_expert_rank_capacity_factor the host waits for token counts",
-        instead="none",
-        when=lambda settings: (
-            captures_iteration(settings) and not settings["moe_expert_rank_capacity_factor"]
-        ),
-        way="set model.moe_expert_rank_capacity_factor with the dispatcher flex and hybridep, or "
-        "model.cuda_graph_impl=none",
-    ),
-    Rule(
-        "cuda_graph_warmup_steps",
-        f"{_IN_GRAPH}: memory of replicas must be there before it is captured",
-        instead=1,
-        unsupported=lambda settings: (
-            captures_iteration(settings) and settings["cuda_graph_warmup_steps"] == 0
-        ),
-        hint=" or more",
-    ),
-    *(
-        Rule(name, f"{_IN_GRAPH}: {why}", instead=instead, when=captures_iteration)
-        for name, instead, why in (
-            ("moe_fssdp_late_replicas", 0, "the host chooses late replicas"),
-            ("moe_fssdp_rehome", 0, "homes may not move"),
-            ("moe_enable_routing_replay", False, "replayed routes are read by the host"),
-        )
-    ),
-    Rule(
-        "moe_paged_stash",
-        "the paged stash of fused operators was never tested with replicas",
-        when=lambda settings: is_set(settings["use_transformer_engine_op_fuser"]),
-    ),
     *(
         Rule(name, "one tensor for all experts has no room for replicas")
         for name in ("moe_single_grouped_weight", "moe_single_grouped_bias")
@@ -280,6 +248,33 @@ MODEL = (
     Rule("restore_modelopt_state", "ModelOpt replaces the experts' linears by its own", flag=""),
 )
 JOB = (
+    Rule(
+        "cuda_graph_impl",
+        f"{_IN_GRAPH}: without moe_expert_rank_capacity_factor the host waits for token counts",
+        instead="none",
+        when=lambda settings: (
+            captures_iteration(settings) and not settings["moe_expert_rank_capacity_factor"]
+        ),
+        way="set model.moe_expert_rank_capacity_factor with the dispatcher flex and hybridep, or "
+        "model.cuda_graph_impl=none",
+    ),
+    Rule(
+        "cuda_graph_warmup_steps",
+        f"{_IN_GRAPH}: memory of replicas must be there before it is captured",
+        instead=1,
+        unsupported=lambda settings: (
+            captures_iteration(settings) and settings["cuda_graph_warmup_steps"] == 0
+        ),
+        hint=" or more",
+    ),
+    *(
+        Rule(name, f"{_IN_GRAPH}: {why}", instead=instead, when=captures_iteration)
+        for name, instead, why in (
+            ("moe_fssdp_late_replicas", 0, "the host chooses late replicas"),
+            ("moe_fssdp_rehome", 0, "homes may not move"),
+            ("moe_enable_routing_replay", False, "replayed routes are read by the host"),
+        )
+    ),
     Rule(
         "moe_fssdp_late_replicas",
         "the host chooses late replicas inside the part that a CUDA graph of moe_preprocess "

@@ -26,15 +26,12 @@ RESOLVED = json.loads((CHECKOUT / "tests" / "data" / "recipes_resolved_0.20.json
 REFUSED: dict[str, Any] = {  # the values that stop a job; `...` is any
     "expert_model_parallel_size": (1,),
     "use_megatron_fsdp": (True,),
-    "cuda_graph_impl": ("local", "transformer_engine", "full_iteration"),  # not of parts
-    "external_cuda_graph": (True,),  # not of parts
-    "moe_paged_stash": (True,),  # with the op fuser
+    # of whole layers
+    "cuda_graph_impl": ("local", "transformer_engine"),
+    "external_cuda_graph": (True,),
 }
-COUNTS = {  # kind: jobs, on, not refused for CUDA graphs, on of these
-    "canonical": (48, 47, 48, 47),
-    "performance": (308, 246, 256, 246),
-    "functional": (70, 58, 70, 58),
-}
+# jobs, and those that switch on
+COUNTS = {"canonical": (48, 47), "performance": (308, 297), "functional": (70, 58)}
 
 
 @pytest.mark.fast
@@ -42,9 +39,7 @@ def test_each_is_refused_for_what_stands_in_the_table() -> None:
     for recipe in DISTINCT:
         stops = {name: values for name, values in REFUSED.items() if name in recipe}
         known = {name for name, values in stops.items() if values is ... or recipe[name] in values}
-        if not recipe.get("use_transformer_engine_op_fuser"):
-            known -= {"moe_paged_stash"}
-        if {*recipe.get("cuda_graph_modules", [])} - {"full_iteration"}:
+        if recipe.get("cuda_graph_modules"):
             known -= {"cuda_graph_impl", "external_cuda_graph"}
         assert recipes.refused(recipe).keys() == known, recipe["name"]
 
@@ -52,16 +47,12 @@ def test_each_is_refused_for_what_stands_in_the_table() -> None:
 @pytest.mark.fast
 @pytest.mark.parametrize("resolved", [{}, RESOLVED], ids=["as written", "as 0.20 resolves them"])
 def test_how_many_switch_on(resolved: dict[str, Any]) -> None:
-    jobs, on, eager, eager_on = Counter(), Counter(), Counter(), Counter()
+    jobs, on = Counter(), Counter()
     for recipe in RECIPES:
-        kind = recipe["kind"]
-        found = recipes.refused({**recipe, **resolved.get(recipe["name"], {})})
-        graphs = recipes.GRAPHS & found.keys()
-        jobs[kind] += 1
-        on[kind] += not found
-        eager[kind] += not graphs
-        eager_on[kind] += not found and not graphs
-    assert {kind: (jobs[kind], on[kind], eager[kind], eager_on[kind]) for kind in jobs} == COUNTS
+        jobs[recipe["kind"]] += 1
+        settings = {**recipe, **resolved.get(recipe["name"], {})}
+        on[recipe["kind"]] += not recipes.refused(settings)
+    assert {kind: (jobs[kind], on[kind]) for kind in jobs} == COUNTS
 
 
 @pytest.mark.newest

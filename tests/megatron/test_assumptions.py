@@ -91,7 +91,6 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
         cuda_graph_impl="local",
         enable_cuda_graph=True,
         external_cuda_graph=True,
-        moe_paged_stash=True,  # with the op fuser
         moe_single_grouped_weight=True,
         moe_single_grouped_bias=True,
         moe_use_legacy_grouped_gemm=True,
@@ -129,6 +128,13 @@ def test_every_unsupported_setting_is_listed_at_once() -> None:
     others = dict(moe_token_dispatcher_type="alltoallv", moe_use_grouped_tensor=True)
     text = refusal(chunks)
     for name, value in others.items():
+        assert f"  - --moe-fssdp with {name}={value!r}: " in text
+    iteration = dict(cuda_graph_warmup_steps=0, moe_enable_routing_replay=True)
+    for name, value in dict(iteration, cuda_graph_impl="full_iteration").items():
+        setattr(config, name, value)
+    text = refusal(chunks, late_replicas=2, rehome=3)
+    iteration |= dict(moe_fssdp_late_replicas=2, moe_fssdp_rehome=3)
+    for name, value in iteration.items():
         assert f"  - --moe-fssdp with {name}={value!r}: " in text
     assert {rule.setting for rule in unsupported.MODEL} == {*planted, *others}
 

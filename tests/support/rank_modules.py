@@ -11,8 +11,8 @@ import sys
 from types import ModuleType
 from typing import Any
 
-NAMES = """dense_routes flex_backends graphs_on_cpu grouped_tensors_on_cpu loops operators_on_cpu quantizers_on_cpu
-    restarts static_experts te_on_cpu tex_on_cpu tiny_gpt tiny_hybrid""".split()
+NAMES = """budgeted dense_routes flex_backends graphs_on_cpu grouped_tensors_on_cpu joint_operators loops operators_on_cpu
+    quantizers_on_cpu restarts stash_on_cpu static_experts te_on_cpu tex_on_cpu tiny_gpt tiny_hybrid""".split()
 
 
 class LazyModule(ModuleType):

@@ -38,6 +38,8 @@ WORKS = """
     moe_n_hash_layers
     mtp_num_layers mtp_loss_scaling_factor mtp_use_repeated_layer
     delay_wgrad_compute use_transformer_engine_op_fuser moe_expert_rank_capacity_factor moe_ncclep_static_shape
+    moe_paged_stash moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda
+    moe_paged_stash_buffer_size_factor_cpu
     fine_grained_activation_offloading offload_modules
     fp8 fp8_param fp4 fp4_param quant_recipe moe_router_padding_for_quantization moe_router_padding_for_fp8
 """
@@ -45,7 +47,7 @@ WORKS = """
 OF_REFUSED = {
     "cuda_graph_impl": """
         cuda_graph_modules cuda_graph_scope cuda_graph_retain_backward_graph cuda_graph_use_single_mempool
-        cuda_graph_warmup_steps cuda_graph_dynamic_microbatches delay_offload_until_cuda_graph
+        cuda_graph_dynamic_microbatches delay_offload_until_cuda_graph
     """,
     "cpu_offloading": """
         cpu_offloading_activations cpu_offloading_weights cpu_offloading_num_layers cpu_offloading_double_buffering
@@ -53,9 +55,6 @@ OF_REFUSED = {
     """,
     "fp8_recipe": "fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_quantizer_factory",
     "fp4_recipe": "fp4_quantizer_factory",
-    "moe_paged_stash": """
-        moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
-    """,
     "gtp_weight_remat_size": "gtp_remat_opt_in_modules",
     "moe_megakernel_backend": "moe_megakernel_backend_config",
     "moe_use_offloading_experts": """
@@ -77,7 +76,7 @@ NO_CONCERN = {
     """,
     "shared experts, which stay stock": "moe_shared_expert_gate moe_shared_expert_glu_interleave_size",
     "the router, which acts on logical experts before tokens are rerouted": """
-        moe_enable_routing_replay moe_input_jitter_eps moe_router_force_biased moe_router_force_load_balancing
+        moe_input_jitter_eps moe_router_force_biased moe_router_force_load_balancing
         moe_router_fusion moe_router_quantile_balancing_ema moe_router_topk_limited_devices
         moe_router_topk_scaling_factor
     """,
@@ -166,7 +165,10 @@ def test_each_field_is_in_one_class(version: str) -> None:
 
 def test_each_name_is_a_field_of_some_version() -> None:
     known = {*_installed()[1]}.union(*LISTS.values())
-    outside = {rule.setting for rule in unsupported.JOB} | {"restore_modelopt_state"}
+    outside = {rule.setting for rule in unsupported.JOB} | {
+        "restore_modelopt_state",
+        "moe_fssdp_rehome",
+    }
     for name, members in _classes().items():
         assert members - outside <= known, f"{name}: {members - outside - known}"
 

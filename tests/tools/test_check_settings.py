@@ -21,8 +21,8 @@ pytestmark = pytest.mark.fast
 ON, REFUSED, OPEN = 0, 1, 2  # exit statuses
 GRAPHS = (
     "--moe-fssdp with cuda_graph_impl='local': replicas are fetched and returned between CUDA graphs of the parts "
-    "attn, mamba, mlp, moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope); "
-    "other graphs contain the experts as well; "
+    "attn, mamba, mlp, moe_router and moe_preprocess (cuda_graph_modules, before 0.18 cuda_graph_scope), "
+    "or within one of the whole iteration (cuda_graph_impl=full_iteration); other graphs contain the experts; "
     "set model.cuda_graph_impl=none or --cuda-graph-impl none"
 )
 NO_FSDP = "set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp"
@@ -85,8 +85,6 @@ def test_a_list_has_a_line_for_each_job(check: Any) -> None:
         ("mixed_precision: bf16_with_fp8_delayed_scaling_mixed", "fp8_recipe='delayed'"),
         ("mixed_precision: bf16_with_mxfp8_mixed", None),
         ("fp8_recipe_attrs: {fp8_dpa: false}", "fp8_recipe_attrs="),
-        ("moe_paged_stash: true", None),
-        ("moe_paged_stash: true, use_transformer_engine_op_fuser: true", "moe_paged_stash=True"),
         ("--cpu-offloading-num-layers: 2", "cpu_offloading=True"),
         ("cpu_offloading: false, cpu_offloading_num_layers: 2", None),
         ("--kitchen-recipe-number: 0", "use_kitchen=True"),

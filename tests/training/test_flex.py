@@ -10,6 +10,7 @@ import dataclasses
 import os
 from typing import Any
 
+import budgeted
 import flex_backends
 import numpy as np
 import operators_on_cpu
@@ -140,9 +141,7 @@ def test_a_budget_of_tokens_per_rank() -> None:
     """``moe_expert_rank_capacity_factor``: a step in which some rank gets more is run again without the budget, by
     Megatron's own runner. Stock overflows in every step; ours only until there are replicas."""
     operators_on_cpu.install()
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.moe import token_dispatcher
-    from megatron.core.transformer.moe.paged_stash import PagedStashRunner
 
     budget = dict(moe_expert_rank_capacity_factor=1.15, use_transformer_engine_op_fuser=True)
     case = _case(flex("hybridep", **budget), grouped=True, accumulate=2)
@@ -150,23 +149,8 @@ def test_a_budget_of_tokens_per_rank() -> None:
     token_dispatcher.get_align_size_for_quantization = lambda config: 16
     operators_on_cpu.leave_out_empty_rows()
 
-    def train(hook: Any) -> tuple[Any, list[int]]:
-        run, ran_again = tiny_gpt.train(case, steps=0, hook=hook), []
-        chunk = run.chunks[0]
-        runner = PagedStashRunner(
-            chunk.config, False, run.chunks, run.optimizer, get_forward_backward_func()
-        )
-        assert len(runner.moe_layers) == 2
-        prepare = runner.prepare_for_rerun
-        runner.prepare_for_rerun = lambda **settings: (ran_again.append(step), prepare(**settings))
-        tiny_gpt.get_forward_backward_func = lambda: runner
-        for step in range(4):
-            run.step(step)
-        run.read_params()
-        flex_backends.forget()
-        return run, ran_again
-
-    stock, stock_ran_again = train(None)
-    ours, ours_ran_again = train(tiny_gpt.fssdp_hook())
+    stock, stock_ran_again = budgeted.train(case, steps=4)
+    flex_backends.forget()
+    ours, ours_ran_again = budgeted.train(case, steps=4, hook=tiny_gpt.fssdp_hook())
     tiny_gpt.assert_trained_alike(stock, ours)
     assert (stock_ran_again, ours_ran_again) == ([0, 1, 2, 3], [0])

@@ -10,19 +10,24 @@ import dataclasses
 from collections import Counter
 from typing import Any
 
+import budgeted
 import flex_backends
 import graphs_on_cpu
 import pytest
 import static_experts
 import tiny_gpt
+import torch.distributed as dist
 from graph_calls import first_difference
 from graph_capture import Graph
 from layouts import COMBINED, flex
 from quick import quick
 from ranks import ranks
 
+import megatron_hecate
+from megatron_hecate.comm.agreement import SwitchOnError
 from megatron_hecate.nvlink.transport import NVLink
 from megatron_hecate.step import layer, layer_state
+from megatron_hecate.switch_on import connect
 
 pytestmark = pytest.mark.newest
 
@@ -144,6 +149,37 @@ def test_evaluation_between_replays() -> None:
 
 
 @ranks(2, timeout=600)
+def test_overflow() -> None:
+    """A step over the budget is run again without a graph, which is captured anew: with replicas where experts became
+    hot, in stock always."""
+    case = _case(accumulate=2, model=dict(moe_expert_rank_capacity_factor=1.25))
+    settings = dict(steps=9, before_step=tiny_gpt.move_skew_sometimes)
+    _, stock_again = budgeted.train(case, **settings)
+    flex_backends.forget()
+    settings |= dict(hook=tiny_gpt.fssdp_hook(transport="nvlink"))
+    eager, eager_again = budgeted.train(case, **settings)
+    graphed, graphed_again = budgeted.train(_switch_to_graphs(case), **settings)
+    assert eager.replicas and tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME
+    assert stock_again == [*range(9)] and eager_again == graphed_again == [0, 2, 4, 6, 8]
+    assert len(Graph.made) > 1
+
+
+@ranks(2, timeout=600)
+def test_overflow_in_evaluation() -> None:
+    """Megatron zeroes gradients before it evaluates again: that begins no iteration, which would have no tokens."""
+    case = _case(accumulate=2, model=dict(moe_expert_rank_capacity_factor=1.5))
+    settings = dict(steps=4, evaluations=4, before_step=tiny_gpt.move_skew_sometimes)
+    settings |= dict(hook=tiny_gpt.fssdp_hook(transport="nvlink"))
+    eager, eager_again = budgeted.train(case, **settings)
+    graphed, graphed_again = budgeted.train(_switch_to_graphs(case), **settings)
+    assert tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME
+    trained = [
+        [*again].count(step) - 4 for again in (eager_again, graphed_again) for step in range(4)
+    ]
+    assert trained == [1, 0, 1, 0] * 2, "evaluations have no replicas, and are all over the budget"
+
+
+@ranks(2, timeout=600)
 def test_no_replicas_is_stock() -> None:
     """Copies do not pay at real speeds of so small a model, and the budget is large. Oracle: stock Megatron, without a
     graph, bitwise."""
@@ -183,3 +219,41 @@ def test_tables_that_are_not_rewritten() -> None:
 
     NVLink.write = write_at_first
     assert tiny_gpt.difference(eager, _graphed(case))["grad"] > 1e-3
+
+
+@pytest.mark.parametrize("transport", ["p2p", "two domains"])
+@ranks(2)
+def test_messages_are_refused(transport: str) -> None:
+    case = _switch_to_graphs(_case(accumulate=2))
+    if transport == "two domains":
+        connect.socket.gethostname = lambda: f"node {dist.get_rank()}"
+    name = "p2p" if transport == "p2p" else "nvlink"
+    with pytest.raises(
+        SwitchOnError, match=f"freeze peers and sizes of the messages of transport {name}; use"
+    ):
+        tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(transport=name))
+
+
+@ranks(2)
+def test_what_a_replay_cannot_do_is_refused_in_one_message() -> None:
+    case = _switch_to_graphs(_case(dict(moe_expert_rank_capacity_factor=None), accumulate=2))
+    hook = tiny_gpt.fssdp_hook(transport="nvlink", late_replicas=2, rehome=1)
+    with pytest.raises(SwitchOnError) as error:
+        tiny_gpt.train(case, steps=0, hook=hook)
+    for setting in ("cuda_graph_impl=", "moe_fssdp_late_replicas=2", "moe_fssdp_rehome=1"):
+        assert f"--moe-fssdp with {setting}" in str(error.value)
+    assert "without moe_expert_rank_capacity_factor the host waits" in str(error.value)
+
+
+@ranks(2, timeout=600)
+def test_released_memory() -> None:
+    """The graph reads it: an error on all ranks, unless the graph is dropped as well."""
+    case = _switch_to_graphs(_case(accumulate=2))
+    graphed = _eager(case)
+    assert megatron_hecate.release(graphed.chunks)
+    with pytest.raises(RuntimeError, match="memory of replicas was released, which Megatron's"):
+        graphed.step(STEPS)
+    tiny_gpt.get_forward_backward_func().reset_cuda_graph("training")
+    for step in range(STEPS, STEPS + 3):
+        graphed.step(step)
+    assert [graph.replays for graph in Graph.made] == [STEPS - 1, 2]

@@ -22,6 +22,8 @@ from torch import Tensor
 
 CALLS: list[tuple[str, dict[str, Any]]] = []
 TE = "transformer_engine.pytorch"
+# rows of an expert are a multiple, also where Megatron asks for none, as it does in bf16
+row_multiple = 1
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -116,7 +118,7 @@ class HybridEPBuffer:
     ) -> tuple:
         assert hidden.shape[1] == self.hidden_dim and sizes.get("scaling_factor") is None
         if handle is None:
-            num_local, pad = self.num_local_experts, sizes.get("pad_multiple") or 1
+            num_local, pad = self.num_local_experts, sizes.get("pad_multiple") or row_multiple
             is_same = sizes["num_of_experts_per_rank"] == num_local
             assert is_same, "the real one allocates its buffer anew"
             budget = sizes["num_permuted_tokens"] if sizes.get("non_blocking") else None
@@ -235,7 +237,7 @@ class _Ep(types.ModuleType):
         assert num_local * self.group.size() == self.num_experts, "bootstrapped for others"
         routing_map = torch.zeros(len(x), self.num_experts, dtype=torch.bool)
         routing_map.scatter_(1, topk_idx, True)
-        buffer.rows = _ByExpert(routing_map, self.group, num_local, capacity)
+        buffer.rows = _ByExpert(routing_map, self.group, num_local, capacity, pad=row_multiple)
         buffer.total_recv_tokens = buffer.rows.wanted
         return _EpDispatch.apply(x, topk_weights, topk_idx, buffer.rows)
 

@@ -240,7 +240,9 @@ class Graph:
         self.streams.work()
         leaves, spec = tree_flatten((args, kwargs))
         what = f"kernel {args[0]} called at {calling_line()}"
-        self.calls.append(Call(launch, leaves, spec, (), f"kernel {args[0]}", what))
+        # a replay launches on the stream of the capture, as a graph's branch
+        replayed = torch.cuda.stream(torch.cuda.current_stream())(launch)
+        self.calls.append(Call(replayed, leaves, spec, (), f"kernel {args[0]}", what))
         with self.quiet():
             for argument in args:
                 reference = Graph.addresses.get(getattr(argument, "value", None) or -1)

@@ -48,7 +48,7 @@ def install() -> None:
     }
     torch._C._cuda_beginAllocateCurrentThreadToPool = lambda device, pool: _Pooled(pool).__enter__()
     torch._C._cuda_endAllocateToPool = lambda device, pool: _pooled[-1].__exit__(None, None, None)
-    _collectives_end()
+    collectives_end()
     _graphable_generators()
     _samples_of_the_model()
 
@@ -79,8 +79,8 @@ transformer_engine = functools.partial(_settings, "transformer_engine", 4)
 full_iteration = functools.partial(_settings, "full_iteration", 3)
 
 
-def whole_iterations() -> None:
-    """From now on `tiny_gpt` trains as ``megatron.training`` does for `full_iteration`; the second step is captured.
+def whole_iterations(warmup: int = 1) -> None:
+    """From now on `tiny_gpt` trains as ``megatron.training`` does for `full_iteration`, and captures after ``warmup`` steps.
 
     The wrapper wants batches that are dictionaries.
     """
@@ -88,7 +88,7 @@ def whole_iterations() -> None:
     from megatron.core.full_cuda_graph import FullCudaGraphWrapper
 
     batch, forward_step = tiny_gpt.batch, tiny_gpt.forward_step
-    wrapper = FullCudaGraphWrapper(tiny_gpt.get_forward_backward_func(), cuda_graph_warmup_steps=1)
+    wrapper = FullCudaGraphWrapper(tiny_gpt.get_forward_backward_func(), warmup)
     tiny_gpt.get_forward_backward_func = lambda: wrapper
     tiny_gpt.batch = lambda *arguments: {"text": batch(*arguments)}
 
@@ -259,7 +259,7 @@ def _note_addresses() -> None:
     torch.Tensor.data_ptr = noted
 
 
-def _collectives_end() -> None:
+def collectives_end() -> None:
     """gloo copies a result to its place when somebody waits, which a replay makes it do as well."""
     wait = dist.Work.wait
 

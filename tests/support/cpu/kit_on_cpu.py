@@ -16,8 +16,10 @@ from typing import Any
 
 import gpu_on_cpu
 import graphs_on_cpu
+import run_on_shared_gpu
 import streams_on_cpu
 import torch
+import torch.distributed as dist
 
 NAME = "a GPU on a CPU"
 _asleep = [False]
@@ -43,6 +45,11 @@ def install() -> None:
         _asleep[0] = True
 
     graphs_on_cpu.install_graphs()
+    graphs_on_cpu.collectives_end()
+    # ranks may share what NCCL there is, and their groups are gloo's
+    run_on_shared_gpu.nccl_version = lambda library: run_on_shared_gpu.NCCL_NEEDED
+    start = dist.init_process_group
+    dist.init_process_group = lambda backend, **settings: start("gloo", **settings)
     cuda.Event, cuda.synchronize, cuda._sleep = Event, synchronize, sleep
     cuda.is_available, cuda.get_device_name = (lambda: True), (lambda *_: NAME)
     atexit.register(_report, driver)

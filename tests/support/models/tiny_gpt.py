@@ -178,7 +178,8 @@ def transformer_config(case: Case) -> TransformerConfig:
     # Megatron allows the combined schedule in bf16 only; fp32 takes it too, and tells right from nearly right. It wants
     # HybridEP's budget with fused operators only.
     late = {"overlap_moe_expert_parallel_comm", "delay_wgrad_compute"}
-    if fields.get("moe_flex_dispatcher_backend") == "hybridep":
+    is_fused = fields.get("use_transformer_engine_op_fuser")
+    if fields.get("moe_flex_dispatcher_backend") == "hybridep" and not is_fused:
         late.add("moe_expert_rank_capacity_factor")
     unchecked = {name: fields.pop(name) for name in late & fields.keys()}
     config = TransformerConfig(**fields)

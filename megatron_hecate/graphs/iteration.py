@@ -9,13 +9,12 @@ cover all slots and all own experts (`TransferPlan.covered`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import torch
 
+from megatron_hecate.device.autograd import lasting_tensors
+from megatron_hecate.graphs.monitor import GraphedMonitor
 from megatron_hecate.megatron.cuda_graphs import replays
-from megatron_hecate.step.load_monitor import GraphedMonitor
-
-if TYPE_CHECKING:
-    from megatron_hecate.step.prefetch import Prefetcher
+from megatron_hecate.step.prefetch import Prefetcher
 
 
 class GraphedIteration:
@@ -29,8 +28,30 @@ class GraphedIteration:
         self._prefetcher = prefetcher
         # Iterations that Megatron had run by graphs when the running one began.
         self._replays = 0
-        for state in prefetcher.states:
+        states = prefetcher.states
+        tables = [state.rerouter.tables for state in states]
+        size = max(table.shape.holders_size for table in tables)
+        # The quotas' tables of all layers on the host, which one copy writes to the device. It is
+        # over when the next iteration begins, because the loads have been read.
+        device = tables[0].device
+        with lasting_tensors():
+            self._numbers = torch.zeros(
+                (len(states), size), dtype=torch.int32, pin_memory=device.type == "cuda"
+            )
+            self._holders = self._numbers.to(device, copy=True)
+        for state, table, row in zip(states, tables, self._holders, strict=True):
             state.rerouter.separate_homes(state.homes)
+            table.move(row)
+
+    @property
+    def is_waiting(self) -> bool:
+        """True if nothing has run since the last call of `prepare`, neither replay nor forward."""
+        clock = self._prefetcher.clock
+        return (
+            clock.begun == clock.iteration
+            and replays() == self._replays
+            and not any(map(clock.is_in, range(len(self._prefetcher.states))))
+        )
 
     def prepare(self) -> None:
         """Begin the next iteration: read loads, plan all layers, write the tables. Collective."""
@@ -41,12 +62,21 @@ class GraphedIteration:
         if count and count != self._replays:
             monitor.replayed()
         self._replays = count
+        if count and not prefetcher.pool.layers:
+            raise RuntimeError(
+                "FSSDP: memory of replicas was released, which Megatron's CUDA graph of iterations "
+                "uses; call reset_cuda_graph() of Megatron's FullCudaGraphWrapper as well"
+            )
         clock = prefetcher.clock
         clock.begin()
         states = prefetcher.states
-        for state in states:
+        for row, state in zip(self._numbers.numpy(), states, strict=True):
             prefetcher.planner.plan(state, prefetcher.forecast)
-            state.rerouter.tables.place(state.placement)
+            tables = state.rerouter.tables
+            tables.placed = state.placement
+            numbers = tables.numbers(state.placement)
+            row[: len(numbers)] = numbers
+        self._holders.copy_(self._numbers, non_blocking=True)
         plans = {state.name: state.current.transfers for state in states}
         states[0].transport.write({name: plan for name, plan in plans.items() if plan is not None})
         monitor.prepare(replays=count > 0)

@@ -1,0 +1,1 @@
+"""Box: iterations that one CUDA graph holds."""

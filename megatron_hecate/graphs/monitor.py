@@ -1,0 +1,87 @@
+"""Load monitor whose counts, sum and copy to the host are part of a CUDA graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_hecate.comm.overlap import MEASURED
+from megatron_hecate.device.autograd import lasting_tensors
+from megatron_hecate.step.load_monitor import NOT_HERE, GroupSum, LoadMonitor
+
+
+class GraphedSum(GroupSum):
+    """Sum that a CUDA graph, or eager work on the current stream, copies to ``host``."""
+
+    def __init__(self, host: Tensor) -> None:
+        self._host = host
+
+    @property
+    def ready(self) -> bool:
+        return not (self._host.numpy() == NOT_HERE).any()
+
+    def read(self) -> np.ndarray:
+        if not self.ready and self._host.is_pinned():
+            torch.cuda.current_stream().synchronize()
+        return self._host.numpy().copy()
+
+    def peek(self, length: int) -> np.ndarray | None:
+        copied = self._host.numpy()[:length].copy()
+        return None if (copied == NOT_HERE).any() else copied
+
+
+class GraphedMonitor(LoadMonitor):
+    """Load monitor of iterations that one CUDA graph holds. Args as `LoadMonitor`.
+
+    Counts, sum and host memory stay where they are. The graph sums, copies and resets them.
+    """
+
+    _host: Tensor | None = None
+    # What a recorder measures on the host; its content as the host knows it.
+    _included: Tensor | None = None
+    _written = np.zeros(0, np.int64)
+    # True if the sum of the running iteration has been started.
+    _is_started = False
+
+    def start_reduce(self) -> bool:
+        if not self._counts or self._is_started:
+            return False
+        if self._included is None:
+            with lasting_tensors():
+                self._included = self._counts[0].new_zeros(len(self._measured()))
+        sums = self._take_counts(self._included)
+        torch._foreach_zero_(list(self._counts))
+        if self._host is None:
+            with lasting_tensors():
+                self._host = torch.empty_like(sums, device="cpu", pin_memory=sums.is_cuda)
+        dist.all_reduce(sums, group=self._group)
+        self._host.copy_(sums, non_blocking=True)
+        self._is_started = True
+        self._reduced = GraphedSum(self._host)
+        return True
+
+    def replayed(self) -> None:
+        """Note that a replay has summed the counts, without Python."""
+        if self._host is not None and not self._is_started:
+            self._is_started = True
+            self._reduced = GraphedSum(self._host)
+
+    def prepare(self, *, replays: bool) -> None:
+        """Expect the sum of another iteration, outside of any capture. The last one was read.
+
+        Args:
+            replays: whether a graph may sum the counts, without Python.
+        """
+        self._is_started = False
+        if self._host is None or self._included is None:
+            return
+        self._host.fill_(NOT_HERE)
+        # A replay measures nothing, but placements and frozen parameters may differ.
+        included = self._measured() * (np.arange(len(self._included)) == MEASURED)
+        if not np.array_equal(included, self._written):
+            self._included.copy_(torch.from_numpy(included))
+            self._written = included
+        if replays:
+            self._reduced = GraphedSum(self._host)
