@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.nvlink.tables import part_size
@@ -141,6 +142,12 @@ class SharedLayout(NamedTuple):
     def chunks(self, address: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return first address and stride of chunks and stripe buffers of a buffer's address."""
         return (address, self.stride), (address + self.stripes_begin, self.stripe_stride)
+
+
+def places_of(chunks: Sequence[Tensor]) -> tuple[int, int]:
+    """Return the address of the first of ``chunks``, and bytes from chunk to chunk."""
+    first = chunks[0]
+    return first.data_ptr(), LayerBuffer.aligned(len(first), first.dtype)
 
 
 def aligned_bytes(size: int) -> int:

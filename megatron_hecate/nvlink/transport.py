@@ -28,6 +28,7 @@ from megatron_hecate.nvlink.memory import (
     MAX_STEPS,
     Memory,
     SharedLayout,
+    places_of,
 )
 from megatron_hecate.nvlink.messages import Round, rounds_of
 from megatron_hecate.nvlink.peers import Peers
@@ -47,6 +48,8 @@ class _Job(NamedTuple):
         kernel: name of the kernel.
         plan: copies, seen from this rank.
         memory: addresses of the memory, without the plan's table.
+        tables: what kernels read.
+        tensors: parameters or main gradients of the own experts, kept while kernels read addresses.
     """
 
     what: str
@@ -54,6 +57,8 @@ class _Job(NamedTuple):
     kernel: str
     plan: DomainPlan
     memory: Memory
+    tables: LaunchTables
+    tensors: Sequence[Sequence[Tensor]]
 
 
 class NVLink:
@@ -158,8 +163,9 @@ class NVLink:
         peers.write_epoch(self._epoch)
         for position, text in self._captured:
             peers.remember(self._epoch + position, text)
-        assert self._tables is not None, "allocate was not called"
-        self._tables.write({label: self._seen_from_here(plan) for label, plan in plans.items()})
+        self._launch_tables().write(
+            {label: self._seen_from_here(plan) for label, plan in plans.items()}
+        )
 
     def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
         self._seen_from_here(plan)
@@ -185,9 +191,10 @@ class NVLink:
         memory = Memory(
             homes=tuple(tuple(tensor.data_ptr() for tensor in tensors) for tensors in homes),
             sizes=tuple(tensor.nbytes for tensor in homes[0]),
-            chunks=(send, _places(slots), (0, 0), stripes),
+            chunks=(send, places_of(slots), (0, 0), stripes),
         )
-        job = _Job("spAG", label, "fssdp_gather", self._seen_from_here(plan), memory)
+        seen, tables = self._seen_from_here(plan), self._launch_tables()
+        job = _Job("spAG", label, "fssdp_gather", seen, memory, tables, homes)
         runs = self._prepare_runs(job, size=size, layout=layout, dtype=torch.uint8)
         return self._start(runs, what="spAG", label=label)
 
@@ -222,10 +229,12 @@ class NVLink:
         memory = Memory(
             homes=tuple(map(tuple, rows)),
             sizes=tuple(grad.numel() for grad in first),
-            chunks=((0, 0), _places(slots), parts, stripes),
+            chunks=((0, 0), places_of(slots), parts, stripes),
         )
         kernel = f"fssdp_reduce_{BITS[dtype]}_{BITS[first[0].dtype]}"
-        job = _Job("spRS", label, kernel, self._seen_from_here(plan), memory)
+        tensors = list(filter(None, targets.values()))
+        seen, tables = self._seen_from_here(plan), self._launch_tables()
+        job = _Job("spRS", label, kernel, seen, memory, tables, tensors)
         runs = self._prepare_runs(job, size=elements, layout=layout, dtype=torch.float32)
 
         def add_totals() -> None:
@@ -268,6 +277,10 @@ class NVLink:
         if transfer.ended is not None:
             self._ended = transfer.ended
         return transfer
+
+    def _launch_tables(self) -> LaunchTables:
+        assert self._tables is not None, "allocate was not called"
+        return self._tables
 
     def _seen_from_here(self, plan: TransferPlan) -> DomainPlan:
         return DomainPlan.of(plan.copies, self._rank, self._domains)
@@ -355,8 +368,7 @@ class NVLink:
             TransferError: a peer died or did not answer in time, in this or an earlier transfer.
         """
         if peers.failure is None:
-            assert self._tables is not None
-            description = self._tables.describe(job.label, job.what, job.plan, job.memory)
+            description = job.tables.describe(job.label, job.what, job.plan, job.memory)
             try:
                 self._kernels.run(
                     job.kernel, description, position=position, away=away, ranks=len(peers.ranks)
@@ -369,12 +381,6 @@ class NVLink:
             # The caller that waits for the transfer may be stuck elsewhere.
             peers.look_for_failure()
             raise TransferError(peers.explain_failure())
-
-
-def _places(chunks: Sequence[Tensor]) -> tuple[int, int]:
-    """Return the address of the first chunk, and bytes from chunk to chunk."""
-    first = chunks[0]
-    return first.data_ptr(), LayerBuffer.aligned(len(first), first.dtype)
 
 
 def shared_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> int:

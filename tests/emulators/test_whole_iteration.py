@@ -40,10 +40,10 @@ def _stock(accumulate: int, **model: Any) -> Any:
     return stock
 
 
-def _graphed(stock: Any, before_step: Any = tiny_gpt.move_skew_sometimes) -> Any:
+def _graphed(stock: Any, before_step: Any = None) -> Any:
     settings = graphs_on_cpu.full_iteration(**dict(stock.case.settings))
     case = dataclasses.replace(stock.case, settings=settings)
-    return tiny_gpt.train(case, steps=4, before_step=before_step)
+    return tiny_gpt.train(case, steps=4, before_step=before_step or tiny_gpt.move_skew_sometimes)
 
 
 @pytest.mark.parametrize("name", quick(CASES, ["2", "4-combined"]))
