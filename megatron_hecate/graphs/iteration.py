@@ -58,10 +58,7 @@ class GraphedIteration:
         prefetcher = self._prefetcher
         monitor = prefetcher.monitor
         assert isinstance(monitor, GraphedMonitor)
-        count = replays()
-        if count and count != self._replays:
-            monitor.replayed()
-        self._replays = count
+        self._replays = count = replays()
         if count and not prefetcher.pool.layers:
             raise RuntimeError(
                 "FSSDP: memory of replicas was released, which Megatron's CUDA graph of iterations "

@@ -48,25 +48,36 @@ class GraphedMonitor(LoadMonitor):
     def start_reduce(self) -> bool:
         if not self._counts or self._is_started:
             return False
+        if self._reduced is not None:
+            # A replay may have summed the counts, without Python.
+            self._reduced.read()
+            self._is_started = self._reduced.ready
+            if self._is_started:
+                return False
         if self._included is None:
             with lasting_tensors():
-                self._included = self._counts[0].new_zeros(len(self._measured()))
+                self._written = self._fixed()
+                self._included = torch.from_numpy(self._written).to(self._counts[0].device)
         sums = self._take_counts(self._included)
         torch._foreach_zero_(list(self._counts))
         if self._host is None:
             with lasting_tensors():
-                self._host = torch.empty_like(sums, device="cpu", pin_memory=sums.is_cuda)
+                self._host = torch.full(
+                    sums.shape, NOT_HERE, dtype=sums.dtype, pin_memory=sums.is_cuda
+                )
         dist.all_reduce(sums, group=self._group)
         self._host.copy_(sums, non_blocking=True)
         self._is_started = True
         self._reduced = GraphedSum(self._host)
         return True
 
-    def replayed(self) -> None:
-        """Note that a replay has summed the counts, without Python."""
-        if self._host is not None and not self._is_started:
-            self._is_started = True
-            self._reduced = GraphedSum(self._host)
+    def _fixed(self) -> np.ndarray:
+        """Return what a recorder measures, without times: a replay measures nothing.
+
+        The number of frozen parameters, and the recorder's placements, may differ by iteration.
+        """
+        measured = self._measured()
+        return measured * (np.arange(len(measured)) == MEASURED)
 
     def prepare(self, *, replays: bool) -> None:
         """Expect the sum of another iteration, outside of any capture. The last one was read.
@@ -78,8 +89,7 @@ class GraphedMonitor(LoadMonitor):
         if self._host is None or self._included is None:
             return
         self._host.fill_(NOT_HERE)
-        # A replay measures nothing, but placements and frozen parameters may differ.
-        included = self._measured() * (np.arange(len(self._included)) == MEASURED)
+        included = self._fixed()
         if not np.array_equal(included, self._written):
             self._included.copy_(torch.from_numpy(included))
             self._written = included

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from megatron_hecate.comm.transport import LayerBuffer, LoadExchange
 from megatron_hecate.device.autograd import lasting_tensors
-from megatron_hecate.nvlink.memory import aligned_bytes
+from megatron_hecate.nvlink.memory import SharedLayout, aligned_bytes
 from megatron_hecate.nvlink.peers import Peers
+from megatron_hecate.nvlink.tables import most_stripes
 
 
 class SharedLoads:
@@ -51,3 +52,20 @@ class SharedLoads:
             address = self._description.data_ptr()
             self._exchanges[label] = LoadExchange(address, number, peers.raise_failure)
         return self._exchanges[label]
+
+
+def shared_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> int:
+    """Return the bytes of the buffer that peers read, for the largest layers.
+
+    Args:
+        layers: sizes of the layers.
+        domains: number of ranks of each NVLink domain.
+    """
+    size = 0
+    for layer in layers:
+        if layer.slots:
+            in_fetch, in_return = most_stripes(layer, domains)
+            fetch = SharedLayout.of_fetch(layer.homes, layer.chunk_bytes, min(domains))
+            back = SharedLayout.of_return(layer.slots, layer.elements, min(domains))
+            size = max(size, fetch.size(in_fetch), back.size(in_return))
+    return size + SharedLoads.nbytes(layers, domains[0])

@@ -16,6 +16,7 @@ from megatron_hecate.nvlink.tables import part_size
 
 MAX_RANKS: int = 72  # ranks of one NVLink domain; the same constant as in kernels/schedule.cuh
 MAX_STEPS: int = 4  # progress of a transfer at most
+LARGEST: int = 2**32 - 256  # bytes of a chunk, which kernels count in 32 bits
 CHUNKS: tuple[str, ...] = ("send", "slots", "parts", "stripes")
 
 TRANSFER = np.dtype(
@@ -142,6 +143,16 @@ class SharedLayout(NamedTuple):
     def chunks(self, address: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """Return first address and stride of chunks and stripe buffers of a buffer's address."""
         return (address, self.stride), (address + self.stripes_begin, self.stripe_stride)
+
+
+def check_chunks(layers: Sequence[LayerBuffer]) -> None:
+    """Raise a ValueError if the kernels cannot count the bytes of an expert."""
+    size = max(layer.chunk_bytes for layer in layers)
+    if size > LARGEST:
+        raise ValueError(
+            f"transport nvlink: an expert has {size} bytes, at most {LARGEST} are supported; use "
+            "--moe-fssdp-transport p2p"
+        )
 
 
 def places_of(chunks: Sequence[Tensor]) -> tuple[int, int]:

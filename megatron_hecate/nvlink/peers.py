@@ -33,7 +33,7 @@ ARRIVED: int = 4 * MAX_RANKS  # offset of the counters of thread blocks, bytes
 EPOCH: int = ARRIVED + 4 * MAX_STEPS  # offset of the u32 from which positions count, bytes
 EXCHANGES: int = EPOCH + 4  # offset of the counters of exchanges, bytes
 WATCHED: float = 0.1  # seconds between two checks for a failure on a GPU
-REMEMBERED: int = 1024  # transfers that the message of a failure can describe
+REMEMBERED: int = 4096  # transfers that the message of a failure can describe
 BEYOND: int = 1 << 30  # steps ahead of the counters, more than any transfer in flight waits for
 
 assert EXCHANGES + 4 * (MAX_RANKS + 1) <= COUNTERS

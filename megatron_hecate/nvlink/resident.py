@@ -101,7 +101,11 @@ class LaunchTables:
             The description, uint8 on the device.
         """
         self.write({label: plan})
-        memory = memory._replace(table=self._tables.rows[self._rows[label]].data_ptr())
+        table = self._tables.rows[self._rows[label]]
+        if table.is_cuda:
+            # It was allocated on another stream, whose later work must not reuse it before.
+            table.record_stream(torch.cuda.current_stream())
+        memory = memory._replace(table=table.data_ptr())
         key = label, what, description_bytes(memory)
         if key not in self._descriptions:
             self._descriptions[key] = Resident(1, key[2], self._device)

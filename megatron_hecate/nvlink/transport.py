@@ -23,17 +23,18 @@ from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, LoadExchange, TransferPlan
 from megatron_hecate.device.autograd import is_capturing
 from megatron_hecate.nvlink.launch import TransferKernels
-from megatron_hecate.nvlink.loads import SharedLoads
+from megatron_hecate.nvlink.loads import SharedLoads, shared_bytes
 from megatron_hecate.nvlink.memory import (
     MAX_STEPS,
     Memory,
     SharedLayout,
+    check_chunks,
     places_of,
 )
 from megatron_hecate.nvlink.messages import Round, rounds_of
 from megatron_hecate.nvlink.peers import Peers
 from megatron_hecate.nvlink.resident import LaunchTables
-from megatron_hecate.nvlink.tables import DomainPlan, Domains, most_numbers, most_stripes
+from megatron_hecate.nvlink.tables import DomainPlan, Domains, most_numbers
 
 # Bits of the gradients that the kernels sum, and of main gradients that they add to.
 BITS: dict[torch.dtype, int] = {torch.float32: 32, torch.bfloat16: 16}
@@ -107,7 +108,12 @@ class NVLink:
         self._captured: list[tuple[int, str]] = []
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
-        """Return the bytes of the buffer that peers read, for the largest layers."""
+        """Return the bytes of the buffer that peers read, for the largest layers.
+
+        Raises:
+            ValueError: the kernels cannot count the bytes of an expert.
+        """
+        check_chunks(layers)
         return shared_bytes(layers, self._sizes)
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
@@ -381,20 +387,3 @@ class NVLink:
             # The caller that waits for the transfer may be stuck elsewhere.
             peers.look_for_failure()
             raise TransferError(peers.explain_failure())
-
-
-def shared_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> int:
-    """Return the bytes of the buffer that peers read, for the largest layers.
-
-    Args:
-        layers: sizes of the layers.
-        domains: number of ranks of each NVLink domain.
-    """
-    size = 0
-    for layer in layers:
-        if layer.slots:
-            in_fetch, in_return = most_stripes(layer, domains)
-            fetch = SharedLayout.of_fetch(layer.homes, layer.chunk_bytes, min(domains))
-            back = SharedLayout.of_return(layer.slots, layer.elements, min(domains))
-            size = max(size, fetch.size(in_fetch), back.size(in_return))
-    return size + SharedLoads.nbytes(layers, domains[0])

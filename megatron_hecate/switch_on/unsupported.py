@@ -38,6 +38,13 @@ def _is_flex(settings: SettingSources) -> bool:
     return settings["moe_token_dispatcher_type"] == "flex"
 
 
+def _has_budget(settings: SettingSources) -> bool:
+    backend = settings["moe_flex_dispatcher_backend"]
+    return bool(
+        _is_flex(settings) and backend == "hybridep" and settings["moe_expert_rank_capacity_factor"]
+    )
+
+
 # Values that our code was written for and tested with. Another value, of a later Megatron, is
 # refused by its name, because code for a known value could train wrongly with it.
 DISPATCHERS = ("allgather", "alltoall", "flex")
@@ -53,6 +60,32 @@ _PRIMUS = (
     "replicas"
 )
 WITH_SLOTS = (
+    Rule(
+        "cuda_graph_impl",
+        f"{_IN_GRAPH}: without HybridEP's budget (moe_expert_rank_capacity_factor) the host waits "
+        "for token counts",
+        instead="none",
+        when=lambda settings: captures_iteration(settings) and not _has_budget(settings),
+        way="set model.moe_expert_rank_capacity_factor with the dispatcher flex and hybridep, or "
+        "model.cuda_graph_impl=none",
+    ),
+    Rule(
+        "cuda_graph_warmup_steps",
+        f"{_IN_GRAPH}: memory of replicas must be there before it is captured",
+        instead=1,
+        unsupported=lambda settings: (
+            captures_iteration(settings) and settings["cuda_graph_warmup_steps"] == 0
+        ),
+        hint=" or more",
+    ),
+    *(
+        Rule(name, f"{_IN_GRAPH}: {why}", instead=instead, when=captures_iteration)
+        for name, instead, why in (
+            ("moe_fssdp_late_replicas", 0, "the host chooses late replicas"),
+            ("moe_fssdp_rehome", 0, "homes may not move"),
+            ("moe_enable_routing_replay", False, "replayed routes are read by the host"),
+        )
+    ),
     Rule(
         "expert_model_parallel_size",
         "FSSDP spreads the load of an expert-parallel group",
@@ -249,33 +282,6 @@ MODEL = (
 )
 JOB = (
     Rule(
-        "cuda_graph_impl",
-        f"{_IN_GRAPH}: without moe_expert_rank_capacity_factor the host waits for token counts",
-        instead="none",
-        when=lambda settings: (
-            captures_iteration(settings) and not settings["moe_expert_rank_capacity_factor"]
-        ),
-        way="set model.moe_expert_rank_capacity_factor with the dispatcher flex and hybridep, or "
-        "model.cuda_graph_impl=none",
-    ),
-    Rule(
-        "cuda_graph_warmup_steps",
-        f"{_IN_GRAPH}: memory of replicas must be there before it is captured",
-        instead=1,
-        unsupported=lambda settings: (
-            captures_iteration(settings) and settings["cuda_graph_warmup_steps"] == 0
-        ),
-        hint=" or more",
-    ),
-    *(
-        Rule(name, f"{_IN_GRAPH}: {why}", instead=instead, when=captures_iteration)
-        for name, instead, why in (
-            ("moe_fssdp_late_replicas", 0, "the host chooses late replicas"),
-            ("moe_fssdp_rehome", 0, "homes may not move"),
-            ("moe_enable_routing_replay", False, "replayed routes are read by the host"),
-        )
-    ),
-    Rule(
         "moe_fssdp_late_replicas",
         "the host chooses late replicas inside the part that a CUDA graph of moe_preprocess "
         "captures",
@@ -345,6 +351,15 @@ JOB = (
         "for which Bridge takes no override",
     ),
 )
+WITHOUT_SLOTS = (
+    Rule(
+        "cuda_graph_impl",
+        f"{_IN_GRAPH}, which is prepared for plans with slots only",
+        instead="none",
+        when=captures_iteration,
+        way="set model.moe_fssdp_slots=1 or --moe-fssdp-slots 1 or more, or leave --moe-fssdp off",
+    ),
+)
 RULES = WITH_SLOTS + MODEL + JOB
 
 
@@ -363,4 +378,4 @@ def find(*sources: Any, slots: int) -> list[str]:
 
 def rules_for(slots: int) -> tuple[Rule, ...]:
     """Return the rules for ``slots`` replicas per rank and layer."""
-    return RULES if slots else MODEL + JOB
+    return RULES if slots else WITHOUT_SLOTS + MODEL + JOB

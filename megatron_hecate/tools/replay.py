@@ -16,7 +16,7 @@ import torch
 
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transport import LayerBuffer
-from megatron_hecate.nvlink.transport import shared_bytes
+from megatron_hecate.nvlink.loads import shared_bytes
 from megatron_hecate.plan import LayerShape, Placement, plan_replicas
 from megatron_hecate.replicas.buffers import LIFETIMES
 from megatron_hecate.replicas.memory_estimate import ExpertMemory

@@ -242,7 +242,9 @@ def test_what_a_replay_cannot_do_is_refused_in_one_message() -> None:
         tiny_gpt.train(case, steps=0, hook=hook)
     for setting in ("cuda_graph_impl=", "moe_fssdp_late_replicas=2", "moe_fssdp_rehome=1"):
         assert f"--moe-fssdp with {setting}" in str(error.value)
-    assert "without moe_expert_rank_capacity_factor the host waits" in str(error.value)
+    assert "without HybridEP's budget (moe_expert_rank_capacity_factor) the host waits" in str(
+        error.value
+    )
 
 
 @ranks(2, timeout=600)
@@ -257,3 +259,10 @@ def test_released_memory() -> None:
     for step in range(STEPS, STEPS + 3):
         graphed.step(step)
     assert [graph.replays for graph in Graph.made] == [STEPS - 1, 2]
+
+
+@ranks(2)
+def test_no_slots_are_refused() -> None:
+    case = _switch_to_graphs(_case(accumulate=2))
+    with pytest.raises(SwitchOnError, match="prepared for plans with slots only; set"):
+        tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(transport="nvlink", slots=0))
