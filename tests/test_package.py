@@ -32,8 +32,8 @@ from megatron_hecate import __version__
 pytestmark = pytest.mark.newest
 
 KERNELS = {
-    "device.cu", "gate.cuh", "gather.cuh", "host.cpp", "quotas.cuh", "reduce.cuh", "reroute.cuh", "schedule.cuh",
-    "selftest.cpp", "selftest_gate.cpp", "signals.cuh", "sources.cuh", "transfer.cuh",
+    "device.cu", "gate.cuh", "gather.cuh", "host.cpp", "loads.cuh", "quotas.cuh", "reduce.cuh", "reroute.cuh",
+    "schedule.cuh", "selftest.cpp", "selftest_gate.cpp", "signals.cuh", "sources.cuh", "transfer.cuh",
 }  # fmt: skip
 PAGE = {
     "charts.js", "page.css", "page.html", "page.js", "summary.js", "uplot.LICENSE", "uplot.min.css", "uplot.min.js",
