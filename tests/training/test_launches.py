@@ -7,6 +7,7 @@ it, does not.
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -29,11 +30,15 @@ WAITS = "_local_scalar_dense item nonzero equal is_nonzero masked_select _unique
 
 
 class Counted(TorchDispatchMode):
-    """Operations that compute, and launches, while ours is the innermost function that was wrapped."""
+    """Operations that compute, and launches, while ours is the innermost function that was wrapped.
+
+    Other threads do not count: without a GPU, a transfer in flight launches its kernels in a thread of its own.
+    """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.patch, self.ours, self.counts = patch, False, Counter()
+        self.thread = threading.get_ident()
 
     def wrap(self, owner: Any, names: str, *, ours: bool) -> None:
         for name in names.split():
@@ -52,7 +57,7 @@ class Counted(TorchDispatchMode):
         return wrapped
 
     def add(self, name: str) -> None:
-        self.counts[name] += self.ours
+        self.counts[name] += self.ours and threading.get_ident() == self.thread
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
