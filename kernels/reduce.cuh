@@ -170,7 +170,7 @@ FSSDP_FN void each_batch(Thread& th, Span tile, bool vectors, const Work& work) 
   for (u32 e = tile.begin + units * N + th.id(); e < tile.end; e += stride) work(Batch<1, 1>(), e);
 }
 
-// Add a tile of one source to the destination. A call, so that registers are for loads in flight.
+// Add a tile of one source to the destination.
 template <class Type, class Main, class Thread>
 FSSDP_FN void add_tile(Thread& th, u64 src, u64 dst, Span tile) {
   enum { N = VECTOR / sizeof(typename Type::Element) };

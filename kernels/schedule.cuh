@@ -6,7 +6,8 @@
 // A *chunk* is one expert's parameters, or its gradient, laid end to end. A *receiver* is a replica:
 // a rank and a slot. A chunk is divided into parts. The *carriers* of the parts are the receivers
 // of the chunk, one part each; where the chunk crosses to other domains, the first ranks of the
-// domain, and parts are stripes. A transfer has a few steps. In each step a rank reads from its peers' memory (it *pulls*).
+// domain, and parts are stripes. A transfer has a few steps. In each step a rank reads from its
+// peers' memory (it *pulls*).
 //
 // | | step | reads | into |
 // |---|---|---|---|
