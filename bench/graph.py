@@ -123,7 +123,7 @@ class Transfers:
             placement = random_placement(self.rng, self.homes, count)
             plan = TransferPlan.from_placement(placement, self.rank, covered=(SLOTS, HOMES))
             # The planning thread does this during the optimizer step.
-            self.transport.prepare(plan, self.buffer)
+            self.transport.prepare(plan)
             self.plans[f"layer {number}"] = plan
 
     def begin(self, num_slots: int | None = None) -> None:

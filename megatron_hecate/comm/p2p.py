@@ -80,7 +80,7 @@ class P2P:
     def write(self, plans: Mapping[str, TransferPlan]) -> None:
         raise AssertionError("no CUDA graph holds messages")
 
-    def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
+    def prepare(self, plan: TransferPlan) -> None:
         # The plan caches these properties, and the properties from which they are computed.
         _ = plan.replicated, plan.slots, plan.turns
 

@@ -266,8 +266,8 @@ class Transport(Protocol):
             plans: plan of each layer, by its name.
         """
 
-    def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
-        """Compute and cache the steps of a fetch and a return of ``plan`` in ``layer``.
+    def prepare(self, plan: TransferPlan) -> None:
+        """Compute and cache the steps of a fetch and a return of ``plan``.
 
         Any thread may call it at any time: it neither communicates nor calls CUDA.
         """

@@ -262,7 +262,7 @@ class LayerState(Uncopied):
         """Prepare the transfers of ``placement``, a possible plan, in any thread."""
         if placement.num_replicas and self.slots is not None:
             transfers = self._plan_transfers(placement)
-            self.transport.prepare(transfers, self.slots.sizes)
+            self.transport.prepare(transfers)
             self.rerouter.tables.prepare(placement)
             self._early = (placement, transfers)
 
