@@ -54,8 +54,8 @@ class SharedLoads:
         return self._exchanges[label]
 
 
-def shared_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> int:
-    """Return the bytes of the buffer that peers read, for the largest layers.
+def shared_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> tuple[int, int]:
+    """Return the bytes that peers read, for the largest layers: of transfers, and of loads.
 
     Args:
         layers: sizes of the layers.
@@ -68,4 +68,5 @@ def shared_bytes(layers: Sequence[LayerBuffer], domains: tuple[int, ...]) -> int
             fetch = SharedLayout.of_fetch(layer.homes, layer.chunk_bytes, min(domains))
             back = SharedLayout.of_return(layer.slots, layer.elements, min(domains))
             size = max(size, fetch.size(in_fetch), back.size(in_return))
-    return size + SharedLoads.nbytes(layers, domains[0])
+    # Only inside one domain do kernels exchange loads.
+    return size, SharedLoads.nbytes(layers, domains[0]) if len(domains) == 1 else 0

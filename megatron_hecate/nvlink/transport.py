@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import HomeGradients, LayerBuffer, LoadExchange, TransferPlan
@@ -108,13 +107,13 @@ class NVLink:
         self._captured: list[tuple[int, str]] = []
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
-        """Return the bytes of the buffer that peers read, for the largest layers.
+        """Return the bytes of the buffers that peers read, for the largest layers.
 
         Raises:
             ValueError: the kernels cannot count the bytes of an expert.
         """
         check_chunks(layers)
-        return shared_bytes(layers, self._sizes)
+        return sum(shared_bytes(layers, self._sizes))
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:
         """Allocate [size] uint8 that peers can read, followed by the transport's own buffer.
@@ -123,14 +122,14 @@ class NVLink:
             RuntimeError: on all ranks, if the memory cannot be allocated on one or not be mapped by
                 its peers.
         """
+        check_chunks(layers)
         # Transfers in flight may use the memory that is freed here.
         futures.wait([self._ended])
         if self._peers is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
         # The old memory is freed before the new memory is allocated.
         self.release()
-        loads = SharedLoads.nbytes(layers, self._sizes[0])
-        sizes = [LayerBuffer.aligned(size, torch.uint8), self.extra_bytes(layers) - loads, loads]
+        sizes = [LayerBuffer.aligned(size, torch.uint8), *shared_bytes(layers, self._sizes)]
         domain = next(domain for domain in self._domains if self._rank in domain)
         self._kernels = TransferKernels(device)
         self._peers = Peers(
@@ -173,7 +172,7 @@ class NVLink:
             {label: self._seen_from_here(plan) for label, plan in plans.items()}
         )
 
-    def prepare(self, plan: TransferPlan, layer: LayerBuffer) -> None:
+    def prepare(self, plan: TransferPlan) -> None:
         self._seen_from_here(plan)
 
     def fetch(
@@ -308,8 +307,8 @@ class NVLink:
         """
         peers = self._memory_of_peers()
         # A kernel that timed out has destroyed the CUDA context: no further launch can succeed.
-        if peers.device.type == "cuda" and peers.failure is not None:
-            raise TransferError(peers.explain_failure())
+        if peers.device.type == "cuda":
+            peers.raise_failure()
         runs = [self._prepare_kernel(job)]
         if len(self._domains) > 1:
             rounds = rounds_of(job.plan, size, sums=job.what == "spRS")
@@ -383,7 +382,5 @@ class NVLink:
                 # The barrier of the peers timed out, which ends the CUDA context.
                 if peers.failure is None:
                     raise
-        if peers.failure is not None:
-            # The caller that waits for the transfer may be stuck elsewhere.
-            peers.look_for_failure()
-            raise TransferError(peers.explain_failure())
+        # It also prints the reason: the caller that waits for the transfer may be stuck elsewhere.
+        peers.raise_failure()

@@ -228,7 +228,7 @@ class Replay:
             transport_bytes = P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer])
         else:
             node_sizes = tuple(Counter(settings.world.node).values())
-            transport_bytes = shared_bytes([buffer], node_sizes)
+            transport_bytes = sum(shared_bytes([buffer], node_sizes))
         layers = [buffer] * len(self.model.stages[0])
         memory = ExpertMemory.estimate(layers, setup.lifetime, transport_bytes=transport_bytes)
         return dataclasses.replace(memory, optimizer=memory.optimizer // settings.optimizer_shards)
