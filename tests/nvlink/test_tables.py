@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from kernel_scripts import one_hot, random_copies
+from kernel_scripts import DTYPES, REDUCES, one_hot, random_copies
 from torch import Tensor
 
 from megatron_hecate.comm.transport import Copy, LayerBuffer
@@ -48,8 +48,6 @@ DOMAINS: dict[str, Domains] = {
     "uneven": ((0, 1, 2), (3,), (4, 5)),
     "one each": ((0,), (1,), (2,)),
 }
-TYPES = list(itertools.product((32, 16), repeat=2))
-DTYPES = {32: torch.float32, 16: torch.bfloat16}
 COUNTERS = 1024  # bytes at the beginning of a rank's memory
 CPU = torch.device("cpu")
 
@@ -193,7 +191,7 @@ def _check(ranks: Ranks, copies: Sequence[Copy], rng: np.random.Generator) -> No
     for copy in copies:
         assert torch.equal(ranks.slot(copy, torch.float32), weights[copy.home, copy.index]), copy
     domain_of = {rank: i for i, domain in enumerate(ranks.domains) for rank in domain}
-    for bits, main_bits in TYPES:
+    for bits, main_bits in REDUCES:
         dtype, main_dtype = DTYPES[bits], DTYPES[main_bits]
         grads = {copy: drawn(dtype) for copy in copies}
         before = {key: drawn(main_dtype) for key in sent}
