@@ -79,6 +79,15 @@ class GraphedMonitor(LoadMonitor):
         measured = self._measured()
         return measured * (np.arange(len(measured)) == MEASURED)
 
+    def collect(self) -> None:
+        # Before a replay there is no sum yet. After it the sum has been made, also if metrics are
+        # read before the next iteration.
+        if self._reduced is not None:
+            self._reduced.read()
+            if self._reduced.ready:
+                self._is_started = True
+                super().collect()
+
     def prepare(self, *, replays: bool) -> None:
         """Expect the sum of another iteration, outside of any capture. The last one was read.
 

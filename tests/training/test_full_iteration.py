@@ -191,6 +191,32 @@ def test_no_replicas_is_stock() -> None:
     assert not graphed.replicas and tiny_gpt.difference(stock, graphed) == tiny_gpt.SAME
 
 
+class _Metrics(_Plans):
+    """Metrics of the layers after each step, read by rank 0 alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[list] = []
+
+    def before_step(self, chunks: list, step: int) -> None:
+        super().before_step(chunks, step)
+        if dist.get_rank() == 0:
+            self.read.append(megatron_hecate.layer_metrics(chunks))
+
+
+@ranks(2, timeout=600)
+def test_metrics_of_one_rank() -> None:
+    """They start no sum, and find none where the next iteration has begun but has not run."""
+    case = _case(accumulate=2)
+    expected, metrics = _Metrics(), _Metrics()
+    eager = _eager(case, plans=expected)
+    graphed = _graphed(case, plans=metrics)
+    assert tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME and metrics.read == expected.read
+    graphed.zero()
+    assert all(layer.routed_tokens > 0 for layer in megatron_hecate.layer_metrics(graphed.chunks))
+    graphed.step(STEPS)
+
+
 @ranks(2, timeout=600)
 def test_captures_under_two_plans_are_equal() -> None:
     """The same launches with the same arguments: no plan is in a graph."""
