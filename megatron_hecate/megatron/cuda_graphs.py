@@ -42,7 +42,10 @@ def captured_parts(settings: SettingSources) -> frozenset[str] | None:
 def captures_iteration(settings: SettingSources) -> bool:
     """Return whether one graph captures all microbatches of a training iteration."""
     names = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")
-    return any("full_iteration" in _names(settings[name]) for name in names)
+    # Older Megatron keeps the scope where graphs are off.
+    return captured_parts(settings) is None and any(
+        "full_iteration" in _names(settings[name]) for name in names
+    )
 
 
 def replays() -> int:

@@ -210,3 +210,10 @@ def test_optimizer_states_of_an_unknown_dtype_do_not_move() -> None:
             assert not unsupported.find({name: dtype}, slots=0)
             (problem,) = unsupported.find({name: dtype, "moe_fssdp_rehome": 4}, slots=0)
             assert f"with {name}=" in problem
+
+
+def test_a_scope_left_over_where_graphs_are_off_holds_no_iteration() -> None:
+    job = dict(expert_model_parallel_size=2, moe_fssdp_late_replicas=2)
+    job |= dict(cuda_graph_scope="full_iteration")
+    assert not unsupported.find(job, dict(cuda_graph_impl="none"), slots=2)
+    assert len(unsupported.find(job, dict(cuda_graph_impl="local"), slots=2)) == 2
