@@ -102,7 +102,7 @@ class PhysicalExperts:
     @property
     def chunk_bytes(self) -> int:
         """Bytes of one replica's weights."""
-        return StoredWeights(self.first).nbytes
+        return sum(part.nbytes for part in StoredWeights(self.first).tensors())
 
     def stored(self) -> list[list[Tensor]]:
         """List the tensors to transfer of each of this rank's own experts."""

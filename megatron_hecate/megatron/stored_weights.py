@@ -39,11 +39,6 @@ class StoredWeights:
         self._expert = expert
         self.quantized = any(map(is_quantized, expert))
 
-    @property
-    def nbytes(self) -> int:
-        """Size of a chunk in bytes."""
-        return sum(part.nbytes for part in self.tensors())
-
     def tensors(self) -> list[Tensor]:
         """List the tensors of a chunk in order: the parameters, or their bytes (uint8).
 

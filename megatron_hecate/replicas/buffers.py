@@ -276,9 +276,6 @@ class ExpertWeights(Protocol):
     def homes(self) -> list[list[Parameter]]:
         """Look up the parameters of this rank's own experts, expert by expert."""
 
-    def home(self, index: int) -> list[Parameter]:
-        """Look up the parameters of one of this rank's own experts."""
-
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
 
