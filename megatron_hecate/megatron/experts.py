@@ -150,13 +150,11 @@ class FSSDPExperts:
 
     Attributes:
         physical: homes and replicas of the layer.
-        reduction_point: point of the backward at which reductions of experts' gradients start.
         restore_homes: callback that moves experts back to their original ranks; ``None`` without
             rehoming.
     """
 
     physical: PhysicalExperts
-    reduction_point: ReductionPoint
     restore_homes: Callable[[], None] | None
 
     def forward(

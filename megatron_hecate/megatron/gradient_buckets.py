@@ -169,10 +169,10 @@ def order_buckets(ddp: DistributedDataParallel) -> None:
     order = _Order(groups)
     points = {}
     for module in ddp.modules():
-        if (point := getattr(module, "reduction_point", None)) is not None:
-            points.update(dict.fromkeys(module.parameters(), point))
+        if (physical := getattr(module, "physical", None)) is not None:
+            points.update(dict.fromkeys(module.parameters(), physical.reduction_point))
             if ddp.expt_dp_group.size() > 1:
-                point.order = order
+                physical.reduction_point.order = order
     kinds = {}
     for base in map(type, groups):
         kinds[base] = type(f"Ordered{base.__name__}", (_OrderedReduction, base), {})

@@ -207,7 +207,7 @@ class FSSDPLayer:
         super().backward_dw(routed_experts, shared_experts)
         if shared_experts:
             self.experts.settle()
-            self.experts.reduction_point.reach()
+            self.fssdp.parts.experts.reduction_point.reach()
 
 
 class GraphedBlock:

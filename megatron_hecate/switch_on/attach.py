@@ -150,7 +150,6 @@ def _attach_layer(
         undo,
         experts,
         physical=state.parts.experts,
-        reduction_point=state.parts.experts.reduction_point,
         restore_homes=None if rehoming is None else rehoming.restore,
         __class__=_subclass(FSSDPExperts, type(experts)),
     )
