@@ -164,8 +164,8 @@ def _skew(layer: MoELayer, skew: float) -> None:
 
 def _replica_bytes(layer: MoELayer) -> int:
     """Count the bytes in use for replica weights and their fp32 gradients."""
-    replicas = getattr(getattr(layer, "fssdp", None), "replicas", None)
-    if replicas is None:
+    if not hasattr(layer, "fssdp") or layer.fssdp.current.replicas is None:
         return 0
+    replicas = layer.fssdp.current.replicas
     sizes = replicas.slots.sizes
     return len(replicas.transfers.slots) * (sizes.weight_bytes + sizes.grad_bytes) // sizes.slots

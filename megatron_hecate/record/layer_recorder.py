@@ -137,7 +137,7 @@ class LayerRecorder(StepEvents):
             except for this rank, and for each layer the tokens sent to other nodes. int64; empty
             without measurements.
         """
-        self._placed = [(state.planned, state.placement) for state in self._states]
+        self._placed = [(state.current.planned, state.placement) for state in self._states]
         if self.counts is None:
             return np.zeros(0, dtype=np.int64)
         measured = np.concatenate([self._computed.ravel(), self._crossing])

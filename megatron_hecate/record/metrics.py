@@ -75,7 +75,7 @@ def layer_metrics(chunks: Iterable[Module]) -> list[LayerMetrics]:
             LayerMetrics(
                 layer=state.name,
                 replicas=placement.num_replicas,
-                late=int((placement.holders & ~state.planned.holders).sum()),
+                late=int((placement.holders & ~state.current.planned.holders).sum()),
                 bypassed=state.config.slots > 0 and not placement.num_replicas,
                 routed=routed / mean if mean else 1.0,
                 computed=computed / mean if mean else 1.0,

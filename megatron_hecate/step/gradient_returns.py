@@ -76,11 +76,11 @@ class GradientReturns:
     def _waiting(self, chunk: int | None = None) -> list[Replicas]:
         """Return the replicas of ``chunk``, or of all chunks, whose gradients wait."""
         return [
-            state.replicas
+            state.current.replicas
             for state in self._states
             if chunk in (None, state.chunk)
-            and state.replicas is not None
-            and state.replicas.is_accumulating
+            and state.current.replicas is not None
+            and state.current.replicas.is_accumulating
         ]
 
     def drop(self) -> list[str]:

@@ -59,7 +59,7 @@ class PlanInputs:
         self.homes = state.homes
         self.world = state.world
         self.cost = state.copy_cost(microbatches, meter)
-        self.previous = state.planned
+        self.previous = state.current.planned
         self.limit: float | None = None
         factor = rank_budget(state.stock_dispatcher)
         if factor is not None:
@@ -267,7 +267,7 @@ class LayerPlanner:
         if self.is_paused:
             return state.homes
         if self._clock.is_repeated and state.current.iteration == self._clock.iteration - 1:
-            return state.planned
+            return state.current.planned
         layer_forecast, microbatches = self._routes.forecast(
             state, forecast, self._clock.microbatches or 1
         )

@@ -204,16 +204,6 @@ class LayerState(Uncopied):
         """Current homes and replicas."""
         return self.current.placement
 
-    @property
-    def planned(self) -> Placement:
-        """Current homes and replicas, late replicas excluded."""
-        return self.current.planned
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """Replicas of the next or running forward."""
-        return self.current.replicas
-
     def shape(self, microbatches: int) -> LayerShape:
         """Return the layer's sizes for the cost model, for iterations of ``microbatches``."""
         # A cast changes the parameters after the conversion.

@@ -56,7 +56,7 @@ def test_spans_of_a_step() -> None:
     assert all(torch.equal(run.grads[name], silent.grads[name]) for name in silent.grads)
     counts = {event.key: event.count for event in profiler.key_averages()}
     layers = tiny_gpt.moe_layers(run.chunks)
-    replicated = [layer for layer in layers if layer.fssdp.replicas is not None]
+    replicated = [layer for layer in layers if layer.fssdp.current.replicas is not None]
     assert len(replicated) >= 2
     for layer in layers:
         assert counts[f"{trace.PREFIX}plan {layer.fssdp.name}"] == 1

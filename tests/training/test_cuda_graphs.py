@@ -78,7 +78,7 @@ class _Moving:
 
     def __call__(self, chunks: list, step: int) -> None:
         layers = [layer for layer in tiny_gpt.moe_layers(chunks) if hasattr(layer, "fssdp")]
-        self.plans.append(tuple(layer.fssdp.planned.table.tobytes() for layer in layers))
+        self.plans.append(tuple(layer.fssdp.current.planned.table.tobytes() for layer in layers))
         total = self.computed.clone()
         dist.all_reduce(total)
         self.tokens.append(int(total))

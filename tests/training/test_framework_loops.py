@@ -166,7 +166,7 @@ def test_bytes_before_during_and_after_a_release() -> None:
     config.no_sync_func, config.finalize_model_grads_func = contextlib.nullcontext, None
     with run.chunks[0].no_sync():
         run.call(3, 1)
-        replicas = [layer.fssdp.replicas for layer in tiny_gpt.moe_layers(run.chunks)]
+        replicas = [layer.fssdp.current.replicas for layer in tiny_gpt.moe_layers(run.chunks)]
         replicas = [one for one in replicas if one is not None]
         assert any(one.is_accumulating for one in replicas)
         assert megatron_hecate.release(run.chunks) == freed

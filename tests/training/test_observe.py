@@ -149,7 +149,7 @@ def test_a_run_with_fssdp_records_what_its_layers_did(name: str) -> None:
 
     def before_step(chunks: list, _: int) -> None:
         placed.append(
-            [(la.fssdp.planned, la.fssdp.placement) for la in tiny_gpt.moe_layers(chunks)]
+            [(la.fssdp.current.planned, la.fssdp.placement) for la in tiny_gpt.moe_layers(chunks)]
         )
         seen.append(torch.zeros_like(seen[0]))
         dispatched[:] = [0, 0]
