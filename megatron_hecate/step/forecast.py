@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import numpy as np
 
 # Weight of an iteration in the measured trend, relative to the next iteration.
@@ -38,13 +36,6 @@ class LoadHistory:
         # Sums of products of successive changes, and of squared changes, [L, 1].
         self._found: np.ndarray | float = 0.0
         self._changed: np.ndarray | float = 0.0
-
-    def extended(self, load: np.ndarray) -> LoadHistory:
-        """Return an independent copy with one more iteration, see `append`."""
-        # Arrays can be shared: none is written to.
-        history = copy.copy(self)
-        history.append(load)
-        return history
 
     def append(self, load: np.ndarray) -> None:
         """Add one iteration.

@@ -119,9 +119,9 @@ class EarlyPlans:
         self.stop()
         # A new list, because a stopped thread may still use the old one.
         futures = self._futures = [Future() for _ in states]
-        # The main thread changes the original.
+        # The main thread changes the originals. Their arrays can be shared: none is written to.
         meter = copy.copy(meter)
-        history = monitor.history
+        history = copy.copy(monitor.history)
         peek = monitor.peek()
 
         def plan_all() -> None:
@@ -130,7 +130,8 @@ class EarlyPlans:
                     return
             load, measured = sums
             meter.agree(measured)
-            forecast = history.extended(load).forecast()
+            history.append(load)
+            forecast = history.forecast()
             for future, state in zip(futures, states, strict=True):
                 if thread.stopping.is_set():
                     return

@@ -170,7 +170,6 @@ class LoadMonitor:
         # Counts of the iteration, [E] int64 per layer, allocated on the device of its first loads.
         self._counts: Sequence[Tensor] = ()
         self._reduced: GroupSum | None = None
-        # A new object in every iteration.
         self.history = LoadHistory()
         # Its measurements are summed with the loads.
         self.recorder: LoadRecorder | None = None
@@ -254,7 +253,7 @@ class LoadMonitor:
             sums = self._reduced.read()
             self._reduced = None
             load = sums[: self._size].reshape(self._shape)
-            self.history = self.history.extended(load)
+            self.history.append(load)
             *measured, self.num_frozen = sums[self._size :][:_INCLUDED].tolist()
             self._meter.agree(measured)
             if self.recorder is not None:
