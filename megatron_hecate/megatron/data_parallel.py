@@ -164,7 +164,8 @@ class DataParallel(StepEvents):
 
     def construct(self, kind: type[DistributedDataParallel], chunk: int) -> DistributedDataParallel:
         """Return a new DDP around ``chunk`` that reports events; its ``__init__`` has not run."""
-        ddp = object.__new__(_observed(kind))
+        observed = type(f"FSSDP{kind.__name__}", (_ObservedDDP, kind), {})
+        ddp = object.__new__(observed)
         vars(ddp).update(fssdp_events=self._events, fssdp_chunk=chunk)
         self._ddps[chunk] = weakref.ref(ddp)
         _CALLS.ddps.add(ddp)
@@ -200,8 +201,3 @@ class DataParallel(StepEvents):
         if ddp is None or (self.wants_gradients(chunk) and ddp.fssdp_call != call):
             return None
         return call
-
-
-@functools.cache
-def _observed(base: type) -> type:
-    return type(f"FSSDP{base.__name__}", (_ObservedDDP, base), {})
