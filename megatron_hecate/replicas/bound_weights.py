@@ -108,7 +108,9 @@ class BoundWeights:
 
     def _fuse(self, main_grads: Sequence[Tensor | None], is_fused: Sequence[bool]) -> None:
         """Let fused GEMMs add the gradients of weights to ``main_grads``."""
-        _require_grads(list(compress(self.weights, is_fused)))
+        fused_weights = list(compress(self.weights, is_fused))
+        with torch.enable_grad():
+            _attach_to_fused(torch.empty(0, requires_grad=True), fused_weights)
         for weight, main_grad in compress(zip(self.weights, main_grads, strict=True), is_fused):
             weight.main_grad = main_grad
 
@@ -175,12 +177,6 @@ class _FusedWeights(torch.autograd.Function):
 
 
 _attach_to_fused = direct_apply(_FusedWeights)
-
-
-def _require_grads(weights: list[Tensor]) -> None:
-    """Make detached ``weights`` of fused GEMMs require gradients."""
-    with torch.enable_grad():
-        _attach_to_fused(torch.empty(0, requires_grad=True), weights)
 
 
 class _Experts(torch.autograd.Function):
