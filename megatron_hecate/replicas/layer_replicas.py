@@ -206,20 +206,16 @@ class Replicas:
         if self.state in (ReplicaState.EMPTY, ReplicaState.FETCHING):
             self._become(ReplicaState.HELD)
 
-    @property
-    def _sum_dtype(self) -> torch.dtype:
-        """Data type of the gradient accumulators."""
-        slots = self.slots
-        if slots.experts.layout.fuses_any:
-            # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
-            home = slots.experts.first[0]
-            return getattr(home, "main_grad", home).dtype
-        return slots.sizes.grad_dtype
-
     def _grads(self) -> list[Tensor]:
         """Return the gradient accumulators, [elements] per slot."""
         sizes = self.slots.sizes
-        return self._grad_buffer.chunks(sizes.slots, sizes.elements, self._sum_dtype)
+        experts = self.slots.experts
+        dtype = sizes.grad_dtype
+        if experts.layout.fuses_any:
+            # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
+            home = experts.first[0]
+            dtype = getattr(home, "main_grad", home).dtype
+        return self._grad_buffer.chunks(sizes.slots, sizes.elements, dtype)
 
     def join(
         self, hidden: Tensor, joined_homes: tuple[PendingGradients, Tensor] | None = None
