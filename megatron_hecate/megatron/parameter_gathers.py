@@ -99,17 +99,13 @@ def _bucket_groups(experts: Module) -> list[Any]:
     """
     groups: dict[Any, None] = {}
     for hook in _ddp_hooks(experts):
+        # the hook's closure holds its DDP
+        cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
         # frozen parameters have no bucket group
-        by_parameter = _ddp_of(hook).param_to_bucket_group
+        by_parameter = cells["self"].cell_contents.param_to_bucket_group
         bucketed = [p for p in experts.parameters() if p in by_parameter]
         groups.update(dict.fromkeys(by_parameter[p] for p in bucketed))
     return list(groups)
-
-
-def _ddp_of(hook: Callable) -> Any:
-    """Return the DDP that made ``hook``, from the hook's closure."""
-    cells = dict(zip(hook.__code__.co_freevars, hook.__closure__ or (), strict=True))
-    return cells["self"].cell_contents
 
 
 def _ddp_hooks(module: Module) -> list[Callable]:
