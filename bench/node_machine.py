@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 
 from parts import PUBLISHED  # noqa: E402
 
-from megatron_hecate.comm.groups import DEFAULT_CTAS  # noqa: E402
+from megatron_hecate.config import HecateConfig  # noqa: E402
 from megatron_hecate.nvlink import launch  # noqa: E402
 from megatron_hecate.plan import H100, Link  # noqa: E402
 
@@ -192,7 +192,7 @@ class ThreadBlocks(NamedTuple):
     @classmethod
     def of(cls, ranks: int) -> ThreadBlocks:
         """Return the blocks of one of ``ranks`` that share a GPU."""
-        return cls(max(1, 16 // ranks), max(1, DEFAULT_CTAS // ranks), max(1, 8 // ranks))
+        return cls(*(max(1, blocks // ranks) for blocks in (16, HecateConfig().nccl_ctas, 8)))
 
     def use(self) -> None:
         """Set the blocks of `nccl`, unless the user has, and `nvlink` in this process.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -15,37 +14,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _world
 
 from megatron_hecate.comm.collectives import wait_collective
+from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.rendezvous import job_timeout
 
-# An H100 has 132 multiprocessors. Without a bound NCCL may use 32 thread blocks for a large send.
-DEFAULT_CTAS: int = 8
 # Least number for the name of a group of ours: far above the number of groups that a rank is in, so
 # that other code never creates a group of the same name.
 FIRST_NUMBER: int = 10_000
-
-
-@dataclasses.dataclass(frozen=True)
-class NcclSettings:
-    """NCCL settings of a process group.
-
-    Args:
-        max_ctas: upper bound on the thread blocks of a kernel, each of which occupies a
-            multiprocessor; 0 leaves the choice to NCCL.
-        pairs: connect all ordered pairs of ranks when the group is created. Otherwise NCCL connects
-            a pair on the host at its first message, and a new plan with new pairs would stall
-            training.
-    """
-
-    max_ctas: int = 0
-    pairs: bool = False
-
-    def options(self) -> dist.ProcessGroupNCCL.Options:
-        # Transfers run on the group's own stream, and peers are blocked until their kernels start.
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        if self.max_ctas:
-            options.config.max_ctas = self.max_ctas
-        return options
 
 
 def new_group(
@@ -53,7 +28,8 @@ def new_group(
     *,
     description: str,
     timeout: float,
-    nccl: NcclSettings | None = None,
+    nccl_ctas: int = 0,
+    nccl_pairs: bool = False,
 ) -> dist.ProcessGroup:
     """Create a process group and connect its ranks. Collective over ``ranks`` only.
 
@@ -72,7 +48,10 @@ def new_group(
         ranks: ranks of the job, ascending.
         description: text for torch's logs.
         timeout: timeout of the group, seconds; with NCCL the job's timeout if that is longer.
-        nccl: NCCL settings; ``None`` on CPU ranks.
+        nccl_ctas: upper bound on the thread blocks of NCCL's kernels, each of which occupies a
+            multiprocessor; 0 leaves the choice to NCCL.
+        nccl_pairs: with NCCL, connect all ordered pairs of ranks. Otherwise NCCL connects a pair on
+            the host at its first message, and a new plan with new pairs would stall training.
 
     Raises:
         RuntimeError: when a rank does not take part in time; names the ranks of the group.
@@ -82,14 +61,17 @@ def new_group(
         use_local_synchronization=True,
         group_desc=description,
     )
-    if nccl is not None:
+    if device_of_rank().type == "cuda":
         job = job_timeout()
         if math.isfinite(job):
             settings["timeout"] = timedelta(seconds=max(timeout, job))
-        settings["pg_options"] = options = nccl.options()
+        # Transfers run on the group's own stream, and peers are blocked until their kernels start.
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        if nccl_ctas:
+            options.config.max_ctas = nccl_ctas
         options._timeout = settings["timeout"]
-    number = FIRST_NUMBER + Attempt.current().count(f"group {tuple(ranks)}")
-    with _numbered(number):
+        settings["pg_options"] = options
+    with _numbered(FIRST_NUMBER + Attempt.current().count(f"group {tuple(ranks)}")):
         try:
             group = distributed_c10d.new_group(list(ranks), **settings)
         # torch's error names the missing ranks in some cases only.
@@ -99,16 +81,14 @@ def new_group(
                 f"{list(ranks)} ({description}) within {timeout:g} s: a rank died, hangs or failed."
                 f" Cause: {error}"
             ) from error
-    _connect(group, nccl, label=description, timeout=timeout)
+    _connect(group, pairs=nccl_pairs, label=description, timeout=timeout)
     return group
 
 
-def _connect(
-    group: dist.ProcessGroup, nccl: NcclSettings | None, *, label: str, timeout: float
-) -> None:
+def _connect(group: dist.ProcessGroup, *, pairs: bool, label: str, timeout: float) -> None:
     """Connect the ranks of ``group`` by one collective."""
-    device = "cpu" if nccl is None else "cuda"
-    if nccl is not None and nccl.pairs:
+    device = device_of_rank()
+    if pairs and device.type == "cuda":
         message = torch.zeros(group.size(), device=device)
         work = dist.all_to_all_single(
             torch.empty_like(message), message, group=group, async_op=True

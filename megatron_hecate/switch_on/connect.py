@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron_hecate.comm.agreement import collect, shorten
 from megatron_hecate.comm.device import device_of_rank, on_gpus
-from megatron_hecate.comm.groups import DEFAULT_CTAS, NcclSettings, new_group
+from megatron_hecate.comm.groups import new_group
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import has_one_queue
 from megatron_hecate.comm.transport import Transport
@@ -66,7 +66,7 @@ def connect(
     problems: list[str],
     *,
     timeout: float,
-    nccl_ctas: int = DEFAULT_CTAS,
+    nccl_ctas: int = 0,
 ) -> Connection:
     """Choose a transport, the same on all ranks of the job, and set it up. Collective.
 
@@ -76,7 +76,7 @@ def connect(
         problems: problems known to this rank; appended to if ``request`` is not usable. A problem
             on any rank leaves all ranks without a transport.
         timeout: seconds per wait.
-        nccl_ctas: see `NcclSettings.max_ctas`.
+        nccl_ctas: see `new_group`.
 
     Raises:
         TimeoutError: ranks did not arrive in time; names the ranks.
@@ -89,16 +89,20 @@ def connect(
     if not job["go on"]:
         return Connection(name, why)
     nodes, domains = _lay_out([_Site(**note) for note in question.read(group)])
-    has_pairs = name == P2P.name or job["across"]
-    nccl = NcclSettings(nccl_ctas, pairs=has_pairs) if on_gpus() else None
     free = _free_bytes()
     transport: Transport | None = None
     if group:
-        everyone = new_group(group, description=LABEL, timeout=timeout, nccl=nccl)
+        everyone = new_group(
+            group,
+            description=LABEL,
+            timeout=timeout,
+            nccl_ctas=nccl_ctas,
+            nccl_pairs=name == P2P.name or job["across"],
+        )
         if name == P2P.name:
             transport = P2P(everyone, timeout=timeout)
         else:
-            transport = _make_nvlink(everyone, domains, nccl, timeout=timeout)
+            transport = _make_nvlink(everyone, domains, nccl_ctas=nccl_ctas, timeout=timeout)
     nccl_bytes = max(0, free - _free_bytes())
     failures, is_usable = [], True
     if name == NVLink.name:
@@ -117,11 +121,7 @@ def connect(
 
 
 def _make_nvlink(
-    everyone: dist.ProcessGroup,
-    domains: Domains,
-    nccl: NcclSettings | None,
-    *,
-    timeout: float,
+    everyone: dist.ProcessGroup, domains: Domains, *, nccl_ctas: int, timeout: float
 ) -> NVLink:
     """Create a transport, and a process group of this rank's domain if ``domains`` are several."""
     group_of_domain = everyone
@@ -129,9 +129,8 @@ def _make_nvlink(
         domain = next(domain for domain in domains if everyone.rank() in domain)
         ranks = [dist.get_global_rank(everyone, rank) for rank in domain]
         # Only kernels run inside a domain, so its pairs need no connections of NCCL.
-        own_nccl = nccl and dataclasses.replace(nccl, pairs=False)
         group_of_domain = new_group(
-            ranks, description="fssdp domain", timeout=timeout, nccl=own_nccl
+            ranks, description="fssdp domain", timeout=timeout, nccl_ctas=nccl_ctas
         )
     return NVLink(everyone, group_of_domain, domains=domains, timeout=timeout)
 

@@ -12,8 +12,7 @@ from torch.nn import Module, ModuleList
 
 from megatron_hecate.comm.agreement import refuse
 from megatron_hecate.comm.collectives import gather_objects
-from megatron_hecate.comm.device import on_gpus
-from megatron_hecate.comm.groups import NcclSettings, new_group
+from megatron_hecate.comm.groups import new_group
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.faults import watchdog
 from megatron_hecate.faults.attempt import Attempt
@@ -100,8 +99,7 @@ def _homes_group(ranks_here: list[int], config: HecateConfig) -> dist.ProcessGro
     what = "finding the ranks with the same experts"
     groups = gather_objects(ranks_here, expert_data, what=what, label="homes")
     ranks = sorted(set(chain.from_iterable(groups)))
-    nccl = NcclSettings() if on_gpus() else None
-    return new_group(ranks, description="fssdp homes", timeout=config.timeout, nccl=nccl)
+    return new_group(ranks, description="fssdp homes", timeout=config.timeout)
 
 
 def _chunks_of(model: Any) -> Chunks:

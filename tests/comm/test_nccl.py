@@ -56,7 +56,7 @@ class _Asked:
 def test_messages_have_few_blocks_and_all_pairs_connected() -> None:
     """At switch-on, with every other rank by an element; NCCL's memory is measured there."""
     asked = _Asked()
-    connection = connect.connect("p2p", (0, 1, 2), [], timeout=20.0)
+    connection = connect.connect("p2p", (0, 1, 2), [], timeout=20.0, nccl_ctas=8)
     assert asked.ctas == [8] and asked.connected == [("pairs", 3, [0.0] * 3)]
     assert connection.name == "p2p" and connection.nccl_bytes == 30 * MIB
     connect.connect("p2p", (0, 1, 2), [], timeout=20.0, nccl_ctas=5)

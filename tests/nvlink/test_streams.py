@@ -18,7 +18,6 @@ import torch.distributed as dist
 from stream_order import Record, Wait, Work
 
 from megatron_hecate.comm import groups, transfer
-from megatron_hecate.comm.groups import NcclSettings
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
@@ -196,7 +195,8 @@ def test_messages_of_nccl_come_before_other_work(
         lambda ranks, **settings: made.append(settings.get("pg_options")),
     )
     monkeypatch.setattr(groups, "_connect", lambda *_, **__: None)
-    nccl = NcclSettings() if on_gpus else None
-    groups.new_group((1, 2), description="transfers", timeout=30.0, nccl=nccl)
+    device = GPU if on_gpus else torch.device("cpu")
+    monkeypatch.setattr(groups, "device_of_rank", lambda: device)
+    groups.new_group((1, 2), description="transfers", timeout=30.0)
     (options,) = made
     assert options.is_high_priority_stream if on_gpus else options is None
