@@ -17,13 +17,6 @@ OPEN_TO_UMASK: int = 0o666
 PRIVATE: int = 0o600
 # Bytes of a file that is read, at most.
 MOST_BYTES: int = 1 << 30
-_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFCHR: "a character device",
-    stat.S_IFBLK: "a block device",
-    stat.S_IFSOCK: "a socket",
-}
 
 
 def replace(
@@ -91,9 +84,9 @@ def read_file(path: Path | str) -> bytes:
         raise ValueError(f"{path} cannot be read ({describe(error)})") from error
     # Of the open file: its name may be another file's by now.
     status = os.fstat(descriptor)
-    if kind := _KINDS.get(stat.S_IFMT(status.st_mode)):
+    if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)
-        raise ValueError(f"{path} is {kind}, not a regular file")
+        raise ValueError(f"{path} is not a regular file")
     with os.fdopen(descriptor, "rb") as file:
         if status.st_size > MOST_BYTES:
             raise ValueError(f"{path} has {status.st_size:,} bytes, more than {MOST_BYTES:,}")
