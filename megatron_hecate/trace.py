@@ -27,13 +27,9 @@ PREFIX = "fssdp/"
 _NOTHING = contextlib.nullcontext()
 
 
-def is_on() -> bool:
-    """Return whether ``torch.profiler`` records spans now."""
-    # The flag of the whole process: under a profiler of all threads
-    # `torch.autograd._profiler_enabled` returns False.
-    return profiler._is_profiler_enabled
-
-
 def span(what: str, layer: str) -> contextlib.AbstractContextManager[object]:
     """Record the block as ``what`` of ``layer``, a span of the table above."""
-    return profiler.record_function(f"{PREFIX}{what} {layer}") if is_on() else _NOTHING
+    # The flag of the whole process: under a profiler of all threads
+    # `torch.autograd._profiler_enabled` returns False.
+    is_on = profiler._is_profiler_enabled
+    return profiler.record_function(f"{PREFIX}{what} {layer}") if is_on else _NOTHING
