@@ -202,7 +202,8 @@ class Watchdog(BackgroundThread):
             self._post()
             while not (self.stopping.wait(self._interval) or self._attempt.is_over):
                 self._post()
-                if self._is_long_stall() and self._is_reporter():
+                seconds = time.time() - self._since
+                if not self._is_reported and seconds >= self._timeout() and self._is_reporter():
                     self._report()
 
     def _post(self) -> None:
@@ -218,11 +219,6 @@ class Watchdog(BackgroundThread):
         transfers = under_way.describe() if is_stalled else ""
         beat = Heartbeat(moment, steps, str(here), self._since, self._host, transfers)
         self._store.set(heartbeat_key(self._rank), json.dumps(dataclasses.astuple(beat)))
-
-    def _is_long_stall(self) -> bool:
-        """Return whether the present stall is long enough for a line that is not yet printed."""
-        seconds = time.time() - self._since
-        return not self._is_reported and seconds >= self._timeout()
 
     def _is_reporter(self) -> bool:
         """Return whether this rank reports for its group: the first, or else the second one."""
