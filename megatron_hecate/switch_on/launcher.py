@@ -151,8 +151,7 @@ def _run(target: str, flags: dict[str, Any], arguments: list[str], *, is_module:
         is_module: whether ``target`` is a module.
     """
     REQUEST.flags = flags
-    if FINDER not in sys.meta_path:
-        sys.meta_path.insert(0, FINDER)
+    sys.meta_path.insert(0, _WrapMegatron())
     for package in WRAPPERS.keys() & sys.modules.keys():
         importlib.import_module(WRAPPERS[package])
     sys.argv = [target, *arguments]
@@ -186,7 +185,7 @@ class _WrapMegatron(importlib.abc.MetaPathFinder):
     ) -> importlib.machinery.ModuleSpec | None:
         if name not in WRAPPERS:
             return None
-        finders = (finder for finder in sys.meta_path if finder is not self)
+        finders = (finder for finder in sys.meta_path if not isinstance(finder, _WrapMegatron))
         specs = (finder.find_spec(name, path, target) for finder in finders)
         spec = next(filter(None, specs), None)
         if spec is not None and spec.loader is not None:
@@ -198,9 +197,6 @@ class _WrapMegatron(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-FINDER = _WrapMegatron()
 
 
 def _stay_in_front(words: list[str], last_words: list[str]) -> None:
