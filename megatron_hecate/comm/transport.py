@@ -88,12 +88,6 @@ class TransferPlan:
         rows = zip(*(field.tolist() for field in fields), strict=True)
         return cls(rank, tuple(map(Copy._make, rows)), covered)
 
-    def renewed(self) -> TransferPlan:
-        """Return an equal plan, with the properties that this plan has computed."""
-        plan = TransferPlan(self.rank, self.copies, self.covered)
-        vars(plan).update(vars(self))
-        return plan
-
     def without(self, transfers: TransferPlan) -> TransferPlan:
         """Return the plan of the copies that ``transfers`` does not have: the late replicas."""
         copies = set(transfers.copies)

@@ -5,6 +5,7 @@ The state makes no decisions about time: `layer` and `prefetch` call it, never t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import operator
 from collections import deque
@@ -280,7 +281,8 @@ class LayerState(Uncopied):
         """
         self.fetched_versions = self.versions()
         if self.current.transfers is not None:
-            self.current.transfers = self.current.transfers.renewed()
+            # with the properties that they have computed
+            self.current.transfers = copy.copy(self.current.transfers)
 
     def move_homes(self, homes: Placement) -> None:
         """Change the experts' homes, between two iterations.
