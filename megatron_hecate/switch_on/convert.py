@@ -72,15 +72,15 @@ def _convert(model: Model, config: HecateConfig) -> None:
     watchdog.watch(ranks, timeout=config.timeout)
     folder = config.folder and Attempt.current().folder_of_model(config.folder)
     homes_group = _homes_group(ranks, config) if config.rehome else None
-    states: list[LayerState] = []
-    if transport is not None:
-        world = World(proposal.connection.nodes, proposal.speeds)
-        for index, part in enumerate(proposal.parts):
-            states.append(LayerState(part, index, resolved, world=world, transport=transport))
-    if states:
-        attach(model, states, homes_group, folder)
-    else:
+    if transport is None:
         JobMetrics(())
+    else:
+        world = World(proposal.connection.nodes, proposal.speeds)
+        states = [
+            LayerState(part, index, resolved, world=world, transport=transport)
+            for index, part in enumerate(proposal.parts)
+        ]
+        attach(model, states, homes_group, folder)
     if dist.get_rank() == 0:
         proposal.print_summary(notes, resolved)
         if folder != config.folder:
