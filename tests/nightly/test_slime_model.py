@@ -221,9 +221,3 @@ def test_the_actor_trains_as_stock(offloads: bool, tmp_path: Path) -> None:
     """With the policy on the device throughout; and offloaded for rollouts, with all groups destroyed and made again,
     but for the default one."""
     compare(tmp_path, offloads=offloads)
-
-
-def test_a_default_process_group_that_slime_replaces_is_refused(tmp_path: Path) -> None:
-    tiny_qwen3_moe.write(tmp_path / "model", skew=0.5)
-    with pytest.raises(AssertionError, match="SLIME_DESTROY_WORLD_PROCESS_GROUP=0"):
-        train(tmp_path / "ours", _enable(), flags="--offload-train")

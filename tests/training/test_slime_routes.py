@@ -3,7 +3,7 @@
 The loop follows slime 624b824a: ``slime/utils/routing_replay.py`` (a router's list of routes, one entry per forward of
 a rollout), ``fill_routing_replay`` and ``train_actor`` in ``slime/backends/megatron_utils/actor.py``, and
 ``forward_step`` in ``model.py`` there; miles, a fork of slime, has the same loop and a stage of its own (31f1ca961:
-``miles/utils/replay_base.py``). Both are stood in for; `test_router_replay` reads their own lists.
+``miles/utils/replay_base.py``). Both are stood in for.
 
 Oracle: stock Megatron in the same loop; loads counted token by token in Python.
 """

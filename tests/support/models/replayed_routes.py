@@ -32,12 +32,11 @@ def count(step: int, microbatches: range, layer: int, num_ranks: int) -> np.ndar
     return load
 
 
-def replay(accumulate: int, *, then_backward: bool = True, actions: Any = None) -> None:
+def replay(accumulate: int, *, then_backward: bool = True) -> None:
     """Have every forward of `tiny_gpt` replay routes as training loops for RL do: set right before the forward of each
     microbatch, and replayed once more where the backward computes it again."""
     from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
-    actions = actions or RouterReplayAction
     original, seen = tiny_gpt.forward_step, {}
 
     def forward_step(iterator: Any, model: Any, *args: Any, **settings: Any) -> Any:
@@ -50,10 +49,10 @@ def replay(accumulate: int, *, then_backward: bool = True, actions: Any = None) 
                 tiny_gpt.parallel_state.get_data_parallel_rank(),
             )
             layer.router.router_replay.set_target_indices(routes)
-            layer.router.router_replay.set_router_replay_action(actions.REPLAY_FORWARD)
+            layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         result = original(iterator, model, *args, **settings)
         for layer in tiny_gpt.moe_layers([model]) if then_backward else []:
-            layer.router.router_replay.set_router_replay_action(actions.REPLAY_BACKWARD)
+            layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         return result
 
     tiny_gpt.forward_step = forward_step
