@@ -25,7 +25,6 @@ GRAPHS = (
     "or within one of the whole iteration (cuda_graph_impl=full_iteration); other graphs contain the experts; "
     "set model.cuda_graph_impl=none or --cuda-graph-impl none"
 )
-NO_FSDP = "set ddp.use_megatron_fsdp=false and dist.use_megatron_fsdp=false or leave out --use-megatron-fsdp"
 EP = "expert_model_parallel_size: 8"
 
 
@@ -57,21 +56,6 @@ def check(cli: Any, tmp_path: Path) -> Any:
 def test_names_as_users_write_them(check: Any, settings: dict) -> None:
     assert check(settings, "job.json") == (REFUSED, GRAPHS)
     assert check(json.dumps(settings).replace('"local"', '"none"')) == (ON, "would switch on")
-
-
-def test_every_problem_has_a_line(check: Any) -> None:
-    status, text = check("expert_model_parallel_size: 1\ndist: {use_megatron_fsdp: true}\n")
-    assert status == REFUSED and text.count("\n") == 1 and NO_FSDP in text
-    assert "set model.expert_model_parallel_size=2 or more or --expert-model-parallel-size" in text
-
-
-def test_a_list_has_a_line_for_each_job(check: Any) -> None:
-    good = dict(name="good", expert_model_parallel_size=4)
-    bad = dict(expert_model_parallel_size=4, use_torch_fsdp2=True, cuda_graph_impl="local")
-    status, text = check([good, bad], "jobs.json")
-    first, second = text.splitlines()
-    assert status == REFUSED and first == "on good"
-    assert second.startswith(f"refused entry 2: {GRAPHS} | --moe-fssdp with use_torch_fsdp2=True: ")
 
 
 @pytest.mark.parametrize(

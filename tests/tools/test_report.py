@@ -4,7 +4,6 @@ the same folder."""
 from __future__ import annotations
 
 import base64
-import csv
 import json
 import re
 import statistics
@@ -175,23 +174,6 @@ def test_one_file_that_needs_nothing_and_escapes_names(tmp_path: Path) -> None:
     assert not re.search(r"\b(?:fetch|XMLHttpRequest|WebSocket|import)\s*\(", page)
 
 
-def test_which_budget_of_tokens_suffices_is_said(tmp_path: Path) -> None:
-    """Literal numbers: 4 of 8 experts' homes and 2 slots on 2 ranks, 128 tokens of a rank and microbatch, top 2."""
-    size = recorded.Size(ranks=2, tokens=2048)
-    held = recorded.arrays(size)
-    shape = (size.num, size.layers)
-    held |= {"factor": np.full(shape, 1.1), "stock_factor": np.full(shape, 1.5)}
-    held["factor"][0, 1], held["factor"][3, 2], held["stock_factor"][5, 0] = 1.9, 1.204, 1.907
-    folder = recorded.write(tmp_path / "run", size, held=held, job=dict(alignment=16))
-    assert (
-        "moe_expert_rank_capacity_factor=1.21 sufficed from the second iteration on, 1.90 in the first; without FSSDP "
-        "1.91 would have. Padding to 16 rows adds 0.35 at most, 0.23 without FSSDP."
-    ) in " ".join(_content(folder)["words"])
-    stock = recorded.arrays(size, fssdp=False) | {"stock_factor": held["stock_factor"]}
-    folder = recorded.write(tmp_path / "stock", size, held=stock)
-    assert "moe_expert_rank_capacity_factor=1.91 sufficed." in " ".join(_content(folder)["words"])
-
-
 def test_the_page_and_what_if_give_one_number(tmp_path: Path, cli: Any) -> None:
     """Oracle: what the other command prints and saves about the same folder."""
     size = recorded.Size(num=12, layers=3, experts=16, ranks=4, tokens=800_000, skew=1.5)
@@ -246,16 +228,6 @@ def test_two_runs_are_compared(tmp_path: Path, cli: Any) -> None:
     layers = zip(both["compared"]["layers"], *(one["layers"] for one in alone), strict=True)
     for row, a, b in layers:
         assert row[1:4] == [a[2], b[2], a[7]] and row[4] == pytest.approx(b[7] - b[8], abs=2e-6)
-
-
-def test_layers_as_csv(tmp_path: Path, cli: Any) -> None:
-    folder = recorded.write(tmp_path / "run", SIZE, held=recorded.arrays(SIZE))
-    assert cli("report", folder, "--export", tmp_path / "layers.csv")[0] == 0
-    with (tmp_path / "layers.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row, right in zip(rows, _content(folder)["layers"], strict=True):
-        assert [float(value) for value in list(row.values())[1:-1]] == right[:-1]
-        assert row["decision"] == right[-1]
 
 
 def test_microbatches_that_differ_cost_more_than_their_sum(tmp_path: Path) -> None:
