@@ -86,7 +86,7 @@ LEFT_OUT = {
 }
 ON_PAGE = {
     "check": ["GPU: a GPU on a CPU", "commit rehearsed"],
-    "graph": ["| layers | 4 | 132 | yes |", "| gate | 4 | 132 | yes |", "on rank 0 of 2"],
+    "graph": ["| layers | 2 | 132 | yes |", "| gate | 2 | 132 | yes |", "on rank 0 of 2"],
     "routing": ["**after the gate, microseconds**", "| 8 | 64 | 2 | 5 | nothing |"],
     "rates": ["**rates, GB/s**", "**verdicts**", "16 blocks move"],
     "overlap": ["beside transfers**", "| spAG, 16 |"],
