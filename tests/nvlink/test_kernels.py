@@ -7,10 +7,7 @@ own signals orders them.
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +16,7 @@ import sass
 import torch
 from kernel_scripts import REDUCES, Script, Setup, one_hot, random_copies
 from mutations import MUTATIONS
+from selftests import SANITIZERS, build, build_planted, fails, run
 
 from megatron_hecate.comm.transport import Copy
 from megatron_hecate.device import compile as kernels
@@ -26,19 +24,9 @@ from megatron_hecate.nvlink import launch
 from megatron_hecate.nvlink.memory import FAILURE, Memory, Signals, describe
 from megatron_hecate.nvlink.tables import DomainPlan
 
-TILE = 1024  # bytes: small, so that small chunks have many
-SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}
+SMALL = "-DFSSDP_TILE=1024"  # bytes of a tile: small chunks have many
 WRAP = 2**32 - 30  # progress counters pass 0 on the way
 SUMS = [f"fssdp_reduce_{grad}_{main}" for grad, main in REDUCES]
-
-
-def _build(folder: Path, sanitizer: str, sources: Path = kernels.SOURCES) -> Path:
-    out = folder / f"selftest-{sanitizer}"
-    flags = f"-std=c++17 -g -O1 -pthread {SANITIZERS[sanitizer]} -DFSSDP_STALLS -DFSSDP_TILE={TILE}".split()
-    subprocess.run(
-        ["g++", *flags, "-o", str(out), str(sources / "selftest.cpp")], check=True, timeout=300
-    )
-    return out
 
 
 def _write_script(path: Path, *, seed: int, blocks: int) -> None:
@@ -61,58 +49,33 @@ def _write_script(path: Path, *, seed: int, blocks: int) -> None:
     script.write(path, blocks=blocks, threads=2)
 
 
-def _run(binary: Path, script: Path, timeout: float = 120) -> subprocess.CompletedProcess:
-    options = {"TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
-    command = [*_fixed_addresses(), str(binary), str(script)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **options}
-    )
-
-
-def _fixed_addresses() -> list[str]:
-    """ThreadSanitizer of older compilers does not know where newer kernels put memory at random."""
-    allowed = (
-        shutil.which("setarch")
-        and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
-    )
-    return ["setarch", "-R"] if allowed else []
-
-
 @pytest.fixture(scope="module")
-def selftests(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("selftest")
-    return {sanitizer: _build(folder, sanitizer) for sanitizer in SANITIZERS}
+    return {sanitizer: build(folder, "selftest", sanitizer, SMALL) for sanitizer in SANITIZERS}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", list(SANITIZERS))
 @pytest.mark.parametrize("seed", range(4))
 def test_ranks_as_threads(
-    selftests: dict[str, Path], tmp_path: Path, sanitizer: str, seed: int
+    programs: dict[str, Path], tmp_path: Path, sanitizer: str, seed: int
 ) -> None:
     script = tmp_path / "script"
     _write_script(script, seed=seed, blocks=2)
-    done = _run(selftests[sanitizer], script)
+    done = run(programs[sanitizer], script)
     assert (done.stdout, done.returncode) == ("OK\n", 0), done.stdout + done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", list(MUTATIONS))
-def test_a_planted_bug_is_caught(selftests: dict[str, Path], tmp_path: Path, bug: str) -> None:
+def test_a_planted_bug_is_caught(tmp_path: Path, bug: str) -> None:
     """By a sanitizer, a wrong value, or a run that does not end. What sanitizers see depends on the threads' timing."""
-    file, text, replacement, sanitizer = MUTATIONS[bug]
-    sources, script = tmp_path / "kernels", tmp_path / "script"
-    shutil.copytree(kernels.SOURCES, sources)
-    source = (sources / file).read_text()
-    assert source.count(text) == 1, f"{file} has {source.count(text)} times {text!r}"
-    (sources / file).write_text(source.replace(text, replacement))
-    binary = _build(tmp_path, sanitizer, sources)
+    script = tmp_path / "script"
+    binary = build_planted(tmp_path, "selftest", MUTATIONS[bug], SMALL)
     for seed in range(6):
         _write_script(script, seed=seed, blocks=3)
-        try:
-            if _run(binary, script, timeout=60).returncode:
-                return
-        except subprocess.TimeoutExpired:
+        if fails(binary, script, timeout=60):
             return
     pytest.fail("the bug was not caught")
 

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import shutil
-import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -20,37 +17,15 @@ from gate_mutations import MUTATIONS
 from plan_cases import chain, some_homes, some_replicas, some_world
 from quota_cases import noted_loads
 from rerouting_cases import as_indices
+from selftests import SANITIZERS, build, build_planted, fails, run
 
-from megatron_hecate.device.compile import SOURCES
 from megatron_hecate.plan import Placement, World
 from megatron_hecate.routing.quotas import NOTED
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
 from megatron_hecate.tools.quotas import quotas_of_all
 
 pytestmark = pytest.mark.slow
-SANITIZERS = {"thread": "-fsanitize=thread", "address": "-fsanitize=address,undefined"}
 TILE = 7
-
-
-def build(folder: Path, sanitizer: str, sources: Path = SOURCES) -> Path:
-    out = folder / f"selftest-{sanitizer}"
-    flags = f"-std=c++17 -g -O1 -pthread {SANITIZERS[sanitizer]} -DFSSDP_STALLS".split()
-    subprocess.run(
-        ["g++", *flags, "-o", str(out), str(sources / "selftest_gate.cpp")], check=True, timeout=300
-    )
-    return out
-
-
-def run(binary: Path, file: Path, timeout: float = 120) -> subprocess.CompletedProcess:
-    fixed = (
-        shutil.which("setarch")
-        and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
-    )
-    options = {"TSAN_OPTIONS": "halt_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
-    command = [*(["setarch", "-R"] if fixed else []), str(binary), str(file)]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=timeout, env={**os.environ, **options}
-    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -150,7 +125,7 @@ def some_block(seed: int, *, threads: int, lanes: int) -> tuple[Block, np.random
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("gate")
-    return {sanitizer: build(folder, sanitizer) for sanitizer in SANITIZERS}
+    return {sanitizer: build(folder, "selftest_gate", sanitizer) for sanitizer in SANITIZERS}
 
 
 @pytest.mark.parametrize(("threads", "lanes"), [(1, 1), (6, 1), (6, 2), (8, 4), (8, 8)])
@@ -194,19 +169,10 @@ def test_sets_of_several_words(programs: dict[str, Path], tmp_path: Path, saniti
 @pytest.mark.parametrize("bug", list(MUTATIONS))
 def test_a_planted_bug_is_caught(tmp_path: Path, bug: str) -> None:
     """By a sanitizer, a wrong value, or a run that does not end."""
-    file, text, replacement, sanitizer = MUTATIONS[bug]
-    sources = tmp_path / "kernels"
-    shutil.copytree(SOURCES, sources)
-    source = (sources / file).read_text()
-    assert source.count(text) == 1, f"{file} has {source.count(text)} times {text!r}"
-    (sources / file).write_text(source.replace(text, replacement))
-    binary = build(tmp_path, sanitizer, sources)
+    binary = build_planted(tmp_path, "selftest_gate", MUTATIONS[bug])
     for seed in range(24):
         block, rng = some_block(seed, threads=8, lanes=2)
         block.write(tmp_path / "file", rng)
-        try:
-            if run(binary, tmp_path / "file", timeout=30).returncode:
-                return
-        except subprocess.TimeoutExpired:
+        if fails(binary, tmp_path / "file", timeout=30):
             return
     pytest.fail("the bug was not caught")
