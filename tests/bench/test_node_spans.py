@@ -162,17 +162,6 @@ def test_transfers_without_a_rank_are_matched_by_number(tmp_path: Path) -> None:
     assert waits == pytest.approx([5, 0])
 
 
-def test_a_file_that_is_no_trace_is_named(tmp_path: Path) -> None:
-    whole = gzip.compress(Rank(0, 100).text().encode())
-    path = tmp_path / "a-rank0.json.gz"
-    truncated = [whole[:size] for size in range(0, len(whole), 31)]
-    others = [gzip.compress(text) for text in (b"[]", b'{"traceEvents": [1]}', b"null")]
-    for content in (*truncated, *others):
-        path.write_bytes(content)
-        with pytest.raises(ValueError, match=r"^\S+/a-rank0\.json\.gz is no trace .* export it"):
-            read(path)
-
-
 def test_an_empty_description_is_read(tmp_path: Path) -> None:
     """Kineto writes nothing at all for an empty text."""
     rank = Rank(0, 100)

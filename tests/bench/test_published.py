@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import pytest
 from parts import rows
-from what_if import PUBLISHED, SYSTEMS, forced_step, laer_predictions, main
+from what_if import PUBLISHED, SYSTEMS, forced_step, laer_predictions
 
-from megatron_hecate.tools.presets import CLUSTERS, MODELS, Model
+from megatron_hecate.tools.presets import CLUSTERS, Model
 
 pytestmark = pytest.mark.fast
 
@@ -56,10 +56,3 @@ def test_single_kernels() -> None:
         )
         near = 0.05 if "trace" in name and "combine" in what else near
         assert abs(row["off"]) < near, row
-
-
-def test_the_command_prints_its_tables(capsys: pytest.CaptureFixture) -> None:
-    main(["--only", "forced,marin"])
-    text = capsys.readouterr().out
-    assert text.count("held back") == 6 and "average overload 1.338" in text
-    assert set(MODELS) >= {row[0] for row in PUBLISHED["forced_balance"]["rows"]}

@@ -34,7 +34,9 @@ class _Asked:
         new_group, all_to_all, all_reduce = dist.new_group, dist.all_to_all_single, dist.all_reduce
 
         def note_group(*args: Any, **settings: Any) -> Any:
-            self.ctas.append(settings["pg_options"].config.max_ctas)
+            options = settings["pg_options"]
+            assert options.is_high_priority_stream, "messages come before other work"
+            self.ctas.append(options.config.max_ctas)
             return new_group(*args, **settings)
 
         def exchange(out: Any, given: Any, group: Any, async_op: bool) -> Any:

@@ -6,7 +6,6 @@ stream (``wait``) stops whatever any stream enqueues later, so nothing may wait 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from stream_order import Record, Wait, Work
 
-from megatron_hecate.comm import groups, transfer
+from megatron_hecate.comm import transfer
 from megatron_hecate.comm.p2p import P2P
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
@@ -180,23 +179,3 @@ class _OnGpu(torch.Tensor):
     @staticmethod
     def __new__(cls: type, data: torch.Tensor) -> Any:
         return torch.Tensor._make_subclass(cls, data)
-
-
-@pytest.mark.parametrize("on_gpus", [True, False])
-def test_messages_of_nccl_come_before_other_work(
-    monkeypatch: pytest.MonkeyPatch, on_gpus: bool
-) -> None:
-    """NCCL's kernels run on streams of its own; gloo has no such options."""
-    made: list[Any] = []
-    monkeypatch.setattr(groups, "_numbered", contextlib.nullcontext)
-    monkeypatch.setattr(
-        dist.distributed_c10d,
-        "new_group",
-        lambda ranks, **settings: made.append(settings.get("pg_options")),
-    )
-    monkeypatch.setattr(groups, "_connect", lambda *_, **__: None)
-    device = GPU if on_gpus else torch.device("cpu")
-    monkeypatch.setattr(groups, "device_of_rank", lambda: device)
-    groups.new_group((1, 2), description="transfers", timeout=30.0)
-    (options,) = made
-    assert options.is_high_priority_stream if on_gpus else options is None

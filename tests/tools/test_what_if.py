@@ -137,17 +137,6 @@ def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, what_if: Any) -> No
     assert saved["flags"] is None and saved["recommendation"].startswith("do not switch it on")
 
 
-@pytest.mark.parametrize("stages", [[], ["--pp", "2", "--vpp", "2"]])
-def test_a_measured_step_scales_the_rest_of_it(
-    stages: list[str], tmp_path: Path, what_if: Any
-) -> None:
-    """The same skew is worth little where experts are a small part of the step, which lasts what the user says."""
-    trace = skewed(tmp_path / "hot.npz", hot=30)
-    saved, text = what_if(trace, *BASE, *stages, "--step-ms", "60000")
-    assert saved["outcomes"][1]["seconds"] == pytest.approx(60.0, rel=1.5e-3)
-    assert "do not switch it on" in text
-
-
 def test_replicas_that_do_not_fit_are_not_recommended() -> None:
     outcomes = _outcomes(1.0, 2.0, 1.1)
     _, stock, way = outcomes
