@@ -202,8 +202,6 @@ class _Messages:
 
     def __init__(self, transport: P2P, tag: int, name: str) -> None:
         self._transport = transport
-        self._group = transport.group
-        self._timeout = transport.timeout
         self._tag = tag
         self._name = name
         # (tensor, rank in the group, True to send it)
@@ -226,8 +224,13 @@ class _Messages:
         device = self._messages[0][0].device
         self._is_cuda = device.type == "cuda"
         try:
-            if _coalesces(self._group, device):
-                self._works = self._post_together(device)
+            if _coalesces(self._transport.group, device):
+                # As one group of calls, which NCCL runs concurrently. slime replaces the function
+                # of this name in torch.distributed by one that may wait for the GPU.
+                manager = distributed_c10d._coalescing_manager
+                with manager(self._transport.group, device, async_ops=True) as coalesced:
+                    self._post()
+                self._works = coalesced.works
             else:
                 self._post()
         except RuntimeError as error:
@@ -238,22 +241,10 @@ class _Messages:
                 self._works, partial(_describe, self._name, self._transport.ranks, sizes)
             )
 
-    def _post_together(self, device: torch.device) -> list[dist.Work]:
-        """Post all messages as one group of calls, which NCCL runs concurrently.
-
-        slime replaces ``torch.distributed._coalescing_manager`` by a function that asks for free
-        memory, and waits for the GPU and empties its caches if there is little. Therefore this
-        calls torch's own.
-        """
-        manager = distributed_c10d._coalescing_manager
-        with manager(self._group, device, async_ops=True) as coalesced:
-            self._post()
-        return coalesced.works
-
     def _post(self) -> None:
         """Post each message and keep its handle, which is void while the group coalesces."""
         for tensor, rank, sends in self._messages:
-            post = self._group.send if sends else self._group.recv
+            post = self._transport.group.send if sends else self._transport.group.recv
             self._works.append(post([tensor], rank, self._tag))
 
     def finish(self) -> None:
@@ -264,7 +255,7 @@ class _Messages:
                 if self._is_cuda:
                     work.wait()
                 else:
-                    work.wait(timeout=timedelta(seconds=self._timeout))
+                    work.wait(timeout=timedelta(seconds=self._transport.timeout))
                 count += 1
         except RuntimeError as error:
             raise self._failure(count, error, seen=count) from error
@@ -281,9 +272,9 @@ class _Messages:
         seconds = time.monotonic() - self._started
         return TransferError(
             f"{self._name} failed on {self._transport.ranks} after {seconds:.1f} s (timeout "
-            f"{self._timeout:g} s), waiting to {_action(sends)} rank {peer} ({tensor.nbytes} "
-            f"bytes): expected {len(self._messages)} messages, {seen} were seen. Rank {peer} "
-            f"died, hangs, or did not take part. Cause: {error}"
+            f"{self._transport.timeout:g} s), waiting to {_action(sends)} rank {peer} "
+            f"({tensor.nbytes} bytes): expected {len(self._messages)} messages, {seen} were seen. "
+            f"Rank {peer} died, hangs, or did not take part. Cause: {error}"
         )
 
 
