@@ -17,6 +17,7 @@ class GraphedSum(GroupSum):
 
     def __init__(self, host: Tensor) -> None:
         self._host = host
+        self._is_copied = True
 
     @property
     def ready(self) -> bool:
@@ -26,10 +27,6 @@ class GraphedSum(GroupSum):
         if not self.ready and self._host.is_pinned():
             torch.cuda.current_stream().synchronize()
         return self._host.numpy().copy()
-
-    def peek(self, length: int) -> np.ndarray | None:
-        copied = self._host.numpy()[:length].copy()
-        return None if (copied == NOT_HERE).any() else copied
 
 
 class GraphedMonitor(LoadMonitor):
