@@ -24,6 +24,7 @@ Boxes, which import the packages above, and which those know by a protocol only:
 | `nvlink` | the transport `nvlink` |
 | `homes` | experts that change homes, with their optimizer state |
 | `routes` | routes that are known before the forward |
+| `graphs` | iterations that one CUDA graph holds |
 | `record` | records, metrics; `observe`, which counts loads without FSSDP |
 
 `tools` are commands that need no job; nothing in training imports them.
