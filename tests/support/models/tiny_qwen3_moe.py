@@ -28,8 +28,13 @@ def config_of(*, vocab: int, layers: int) -> Any:
     )
 
 
-def write(folder: Path) -> None:
-    """Write configuration, weights and tokenizer."""
+def write(folder: Path, *, skew: float = 0.0) -> None:
+    """Write configuration, weights and tokenizer.
+
+    Args:
+        folder: where a checkpoint of Hugging Face will be.
+        skew: weight of the experts that most tokens choose, other ones in every layer; 0 for none.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen3MoeForCausalLM
 
@@ -41,4 +46,18 @@ def write(folder: Path) -> None:
         tokenizer_object=tokenizer, additional_special_tokens=["<|im_start|>"], **special
     ).save_pretrained(folder)
     torch.manual_seed(1)
-    Qwen3MoeForCausalLM(config_of(vocab=260, layers=4)).save_pretrained(folder)
+    config = config_of(vocab=260, layers=4)
+    model = Qwen3MoeForCausalLM(config)
+    if skew:
+        # the first feature is large in all tokens, and hot experts look at it; weights are large
+        # enough for each expert to matter
+        with torch.no_grad():
+            embedding = model.model.embed_tokens.weight
+            for weight in filter(lambda p: p.dim() > 1, model.parameters()):
+                weight.mul_(5)
+            embedding.mul_(3)[:, 0] += 1
+            for index, layer in enumerate(model.model.layers):
+                hot = 5 * index % config.num_experts
+                layer.mlp.gate.weight[hot, 0] += skew
+                layer.mlp.gate.weight[(hot + 1) % config.num_experts, 0] += skew / 2
+    model.save_pretrained(folder)
