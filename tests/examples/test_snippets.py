@@ -180,7 +180,7 @@ CHECKS = {
     "srun": lambda words: _check_ours(words[1:]),
 }  # fmt: skip
 # Programs that a machine for tests may lack: only the files that they are given are checked.
-ELSEWHERE = {"sbatch", "kubectl", "rm", "examples/megatron_lm.sh"}
+ELSEWHERE = {".venv-bridge/bin/python", "sbatch", "kubectl", "rm", "examples/megatron_lm.sh"}
 
 
 @pytest.fixture(scope="module")
