@@ -134,7 +134,7 @@ def test_the_first_rank_says_who_is_behind_and_what_is_under_way(
 
 @pytest.mark.parametrize(
     ("rank", "stopped", "speaks"),
-    [(4, False, True), (5, False, False), (5, True, True)],
+    [(4, False, True), (5, False, False), (5, True, True), (6, True, False)],
 )
 def test_one_rank_of_a_group_speaks(
     rank: int,

@@ -8,6 +8,7 @@ Oracle: the same model without FSSDP, on the same ranks and data. What this cann
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import importlib.util
 import weakref
@@ -20,7 +21,7 @@ import tiny_gpt
 import torch
 import variants
 from layout_tables import LAYOUTS
-from layouts import ALLGATHER, FUSED_WGRAD, Layout, flex
+from layouts import ALLGATHER, BIAS, DISPATCH, FUSED_WGRAD, SHARDED, Layout, flex
 from ranks import ranks
 
 pytestmark = pytest.mark.newest
@@ -92,6 +93,19 @@ def test_a_first_microbatch_without_replicas_or_with_them(with_replicas: tuple[b
     )
     tiny_gpt.assert_trained_alike(stock, ours)
     assert len(fetches) == 3 * 2 * 2, "the iterations after the first fetch twice in both layers"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_", [dict(SHARDED), dict(settings=BIAS)], ids=["overlap", "bias"])
+@ranks(2, preload="te")
+def test_gradients_that_stock_takes_too_early(with_: dict[str, Any]) -> None:
+    """Why `unsupported` has a rule on ``overlap_dispatch_backward_with_experts_wgrad``; it can go when this fails.
+    Oracle: stock without that setting."""
+    settings = {**FUSED_WGRAD, **with_.pop("settings", {})}
+    case = tiny_gpt.initialized(grouped=True, accumulate=2, **with_, settings=settings)
+    tiny_gpt.install_fused_wgrad()
+    early = dataclasses.replace(case, settings=(*case.settings, *DISPATCH.items()))
+    assert tiny_gpt.difference(tiny_gpt.train(case), tiny_gpt.train(early))["param"] > 1e-3
 
 
 @ranks(2, preload="te")
