@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
@@ -79,12 +78,16 @@ def wait_collective(
         TransferError: when a rank dies or does not take part in time; names ``label`` and the ranks
             of the group.
     """
-    with _explained(group, what=what, label=label, limit=f" (timeout {timeout:g} s)"):
+    start = time.monotonic()
+    try:
         if tensor.is_cuda:
             under_way.note([work], partial(_describe, group.rank(), group.size(), what, label))
             work.wait()
         else:
             work.wait(timeout=timedelta(seconds=timeout))
+    except RuntimeError as error:
+        duration = f"{time.monotonic() - start:.1f} s (timeout {timeout:g} s)"
+        raise _failure(group, what=what, label=label, duration=duration, cause=error) from error
 
 
 def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str) -> list[T]:
@@ -102,9 +105,13 @@ def gather_objects(value: T, group: dist.ProcessGroup, *, what: str, label: str)
         TransferError: as `wait_collective`.
     """
     values: list[Any] = [None] * group.size()
-    describe = partial(_describe, group.rank(), group.size(), what, label)
-    with _explained(group, what=what, label=label), under_way.blocking(describe):
-        dist.all_gather_object(values, value, group=group)
+    start = time.monotonic()
+    try:
+        with under_way.blocking(partial(_describe, group.rank(), group.size(), what, label)):
+            dist.all_gather_object(values, value, group=group)
+    except RuntimeError as error:
+        duration = f"{time.monotonic() - start:.1f} s"
+        raise _failure(group, what=what, label=label, duration=duration, cause=error) from error
     return values
 
 
@@ -113,21 +120,23 @@ def _describe(rank: int, size: int, what: str, label: str) -> str:
     return f"{label}: {what} on rank {rank} of {size}"
 
 
-@contextlib.contextmanager
-def _explained(
-    group: dist.ProcessGroup, *, what: str, label: str, limit: str = ""
-) -> Iterator[None]:
-    """Raise a `TransferError` if torch raises an error in the block; ``limit`` is of its time."""
-    start = time.monotonic()
-    try:
-        yield
-    except RuntimeError as error:
-        # torch forgets the ranks of a group that was destroyed while its last works were in flight.
-        ranks = "of a group that has been destroyed"
-        with contextlib.suppress(KeyError):
-            ranks = f"{dist.get_process_group_ranks(group)} (in the job)"
-        raise TransferError(
-            f"{label}: {what} failed on rank {group.rank()} of {group.size()} after "
-            f"{time.monotonic() - start:.1f} s{limit}: expected all of ranks {ranks}, one died, "
-            f"hangs, or did not take part. Cause: {error}"
-        ) from error
+def _failure(
+    group: dist.ProcessGroup, *, what: str, label: str, duration: str, cause: RuntimeError
+) -> TransferError:
+    """Return the error of a collective that failed.
+
+    Args:
+        group: the ranks that take part.
+        what: name of the collective.
+        label: name of the layer.
+        duration: time since the start of the wait.
+        cause: error of torch.
+    """
+    # torch forgets the ranks of a group that was destroyed while its last works were in flight.
+    ranks = "of a group that has been destroyed"
+    with contextlib.suppress(KeyError):
+        ranks = f"{dist.get_process_group_ranks(group)} (in the job)"
+    return TransferError(
+        f"{label}: {what} failed on rank {group.rank()} of {group.size()} after {duration}: "
+        f"expected all of ranks {ranks}, one died, hangs, or did not take part. Cause: {cause}"
+    )
