@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -67,14 +68,16 @@ class Rule:
         """Overrides that help, for Bridge's command line and for Megatron's."""
         if self.way:
             return self.way
-        text = {False: "false", None: "null"}.get(self.instead, self.instead)
+        # By identity, because 0, a number, equals False.
+        is_off = self.instead is False or self.instead is None
+        text = json.dumps(self.instead) if is_off else self.instead
         way = f"set {self.prefix}{self.setting}={text}{self.hint}"
         flag = self.flag
         if flag is None:
             flag = f"--{self.setting.replace('_', '-')}"
         if not flag:
             return way
-        if self.instead in (False, None):
+        if is_off:
             return f"{way} or leave out {flag}"
         return f"{way} or {flag} {self.instead}"
 

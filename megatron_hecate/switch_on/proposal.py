@@ -33,12 +33,6 @@ from megatron_hecate.switch_on import unsupported, wrappers
 from megatron_hecate.switch_on.attach import Model
 from megatron_hecate.switch_on.connect import Connection, connect
 
-NOT_CAPTURABLE = (
-    "cuda_graph_impl=full_iteration: one CUDA graph would freeze peers and sizes of the messages "
-    "of transport {name}; use --moe-fssdp-transport nvlink with each expert-parallel group in one "
-    "NVLink domain, or set model.cuda_graph_impl=none or leave out --cuda-graph-impl"
-)
-
 
 @dataclasses.dataclass(frozen=True)
 class Proposal:
@@ -81,7 +75,8 @@ class Proposal:
         transport = connection.transport
         is_graphed = parts and captures_iteration(SettingSources(parts[0].layer.config))
         if is_graphed and config.slots and transport and not transport.is_capturable:
-            problems.append(NOT_CAPTURABLE.format(name=connection.name))
+            frozen = unsupported.FROZEN.format(connection.name)
+            problems.append(f"cuda_graph_impl=full_iteration: {frozen}; {unsupported.UNFROZEN}")
         return cls(model, config, parts, speeds, connection, problems)
 
     def agree(self) -> tuple[HecateConfig, list[Note]]:

@@ -55,6 +55,11 @@ _GRAPHS = (
     "one of the whole iteration (cuda_graph_impl=full_iteration); other graphs contain the experts"
 )
 _IN_GRAPH = "one CUDA graph holds the whole iteration, and a replay runs no Python"
+FROZEN = "one CUDA graph would freeze peers and sizes of the messages of transport {}"
+UNFROZEN = (
+    "use --moe-fssdp-transport nvlink with each expert-parallel group in one NVLink domain, or set "
+    "model.cuda_graph_impl=none or leave out --cuda-graph-impl"
+)
 _PRIMUS = (
     "Primus replaces Megatron's experts, dispatchers or MoE layers by its own, which have no "
     "replicas"
@@ -62,12 +67,22 @@ _PRIMUS = (
 WITH_SLOTS = (
     Rule(
         "cuda_graph_impl",
-        f"{_IN_GRAPH}: without HybridEP's budget (moe_expert_rank_capacity_factor) the host waits "
-        "for token counts",
+        f"{_IN_GRAPH}: only HybridEP with a budget (moe_expert_rank_capacity_factor) lets no host "
+        "wait for token counts",
         instead="none",
         when=lambda settings: captures_iteration(settings) and not _has_budget(settings),
-        way="set model.moe_expert_rank_capacity_factor with the dispatcher flex and hybridep, or "
-        "model.cuda_graph_impl=none",
+        way="set model.moe_token_dispatcher_type=flex, model.moe_flex_dispatcher_backend=hybridep "
+        "and model.moe_expert_rank_capacity_factor or --moe-token-dispatcher-type flex "
+        "--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor (docs/bound.md), "
+        "or set model.cuda_graph_impl=none or leave out --cuda-graph-impl",
+    ),
+    Rule(
+        "moe_fssdp_transport",
+        FROZEN.format("p2p"),
+        instead="nvlink",
+        known=("auto", "nvlink"),
+        when=captures_iteration,
+        way=UNFROZEN,
     ),
     Rule(
         "cuda_graph_warmup_steps",

@@ -6,6 +6,7 @@ and open pull requests.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron_hecate import HecateConfig
 from megatron_hecate.switch_on import unsupported
+from megatron_hecate.switch_on.launcher import flags_among
 
 pytestmark = pytest.mark.fast
 
@@ -168,6 +171,7 @@ def test_each_name_is_a_field_of_some_version() -> None:
     outside = {rule.setting for rule in unsupported.JOB} | {
         "restore_modelopt_state",
         "moe_fssdp_rehome",
+        "moe_fssdp_transport",
     }
     for name, members in _classes().items():
         assert members - outside <= known, f"{name}: {members - outside - known}"
@@ -217,3 +221,33 @@ def test_a_scope_left_over_where_graphs_are_off_holds_no_iteration() -> None:
     job |= dict(cuda_graph_scope="full_iteration")
     assert not unsupported.find(job, dict(cuda_graph_impl="none"), slots=2)
     assert len(unsupported.find(job, dict(cuda_graph_impl="local"), slots=2)) == 2
+
+
+@pytest.mark.parametrize("rule", unsupported.RULES, ids=lambda rule: rule.setting)
+def test_a_way_out_has_values_that_are_taken(rule: unsupported.Rule) -> None:
+    """Oracle: the rule itself, and our own settings and flags."""
+    named = dict(re.findall(r"\w+\.(\w+)=([^\s,]+)", rule.way_out))
+    is_json = re.compile("true|false|null|[0-9]+")
+    named = {
+        name: json.loads(text) if is_json.fullmatch(text) else text for name, text in named.items()
+    }
+    assert not rule.applies(unsupported.SettingSources(named))
+    ours = {name: value for name, value in named.items() if name.startswith("moe_fssdp_")}
+    assert HecateConfig.from_arguments(argparse.Namespace(moe_fssdp=True, **ours)) is not None
+    for flag, value in re.findall(r"(--moe-fssdp-[\w-]+) (\w+)", rule.way_out):
+        assert flags_among([flag, value])
+
+
+@pytest.mark.parametrize("transport", ["auto", "nvlink", "p2p"])
+def test_messages_within_a_graph_of_iterations(transport: str) -> None:
+    """They are refused without the job, too."""
+    job = dict(
+        expert_model_parallel_size=2,
+        moe_expert_rank_capacity_factor=1.5,
+        moe_fssdp_transport=transport,
+    )
+    job |= dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
+    assert not unsupported.find(job, slots=2)
+    assert len(unsupported.find(job, dict(cuda_graph_impl="full_iteration"), slots=2)) == (
+        transport == "p2p"
+    )
