@@ -103,7 +103,7 @@ def print_balance() -> None:
 def print_memory() -> None:
     """Print the memory of a rank's expert buffers under recipes' factors and under ours."""
     heads = "recipe | EP | factor | saved: today, GPU + host | saved: ours, no stash"
-    print(f"\n| {heads} | live | GPU memory won |\n|---|---|---|---|---|---|---|")
+    print(f"\n| {heads} | live | GPU memory won, before replicas |\n|---|---|---|---|---|---|---|")
     for name, hidden, ffn, ep, homes, rows, in_flight, today, stash in RECIPES:
         saved = hidden * MXFP8 + 2 * ffn * 2 + ffn * MXFP8 + 4
         forward = 2 * hidden * 2 + 2 * hidden * MXFP8 + 2 * ffn * 2 + 2 * ffn * MXFP8
