@@ -40,6 +40,7 @@ BLOCKS = {
     "CONTRIBUTING.md": "drawing",
     "README.md": "drawing commands commands commands commands enable tests/bridge/test_ways_in.py loop loop",
     "docs/frameworks.md": "enable launchers",
+    "docs/graphs.md": "commands",
     "docs/homes.md": "loop",
     "docs/how-a-layer-decides.md": "drawing drawing commands loop",
     "docs/install.md": "commands commands commands commands commands commands",
