@@ -19,11 +19,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "run_on_shared_gpu.py"
-# put first on the ranks' path, too
+# put first on the ranks' path, too; each line is one write, because torchrun's ranks write unbuffered
 SITE = """
 import os, torch
 torch.cuda.device_count = lambda: int(os.environ["STAND_IN_GPUS"])
-torch.cuda.set_device = lambda gpu: print(f"device {gpu}", flush=True)
+torch.cuda.set_device = lambda gpu: print(f"device {gpu}\\n", end="")
 """
 CONTROL = """#!/usr/bin/env bash
 echo "$* in $CUDA_MPS_PIPE_DIRECTORY: $([ $# = 0 ] && cat)" >>"$CALLS"
@@ -35,7 +35,8 @@ SHOWN = (
 ).split()
 PRINTS = f"""
 import os, sys
-print("rank", *(os.environ.get(name, "-") for name in {SHOWN}), *sys.argv[1:], flush=True)
+words = ["rank", *(os.environ.get(name, "-") for name in {SHOWN}), *sys.argv[1:]]
+print(" ".join(words) + "\\n", end="")
 """
 
 
