@@ -11,7 +11,6 @@ attempt.
 
 from __future__ import annotations
 
-import functools
 import sys
 import threading
 import time
@@ -19,11 +18,8 @@ import traceback
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.faults.background import BackgroundThread
 
@@ -68,15 +64,6 @@ class Attempt:
             return world is not None
         return world is None or world is not self._world()
 
-    @functools.cached_property
-    def started(self) -> str:
-        """Time at which the first rank asked for it, ISO 8601; the same on all ranks."""
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        if not dist.is_initialized():
-            return time
-        store = dist.PrefixStore("megatron_hecate/attempt", _get_default_store())
-        return store.compare_set("started", "", time).decode()
-
     def count(self, what: str) -> int:
         """Increment and return the counter ``what`` of this attempt, starting at 1.
 
@@ -85,14 +72,6 @@ class Attempt:
         """
         self._counts[what] += 1
         return self._counts[what]
-
-    def folder_of_model(self, folder: str) -> str:
-        """Return the folder of the next model's files: ``folder``, or a subfolder from the second.
-
-        Models of one attempt may run at the same time. All ranks call it, once per model.
-        """
-        number = self.count(f"folder {Path(folder).absolute()}")
-        return folder if number == 1 else str(Path(folder, f"model-{number}"))
 
     def at_end(self, method: Callable[[], None]) -> None:
         """Register a bound ``method`` for the end of the attempt.

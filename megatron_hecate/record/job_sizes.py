@@ -1,15 +1,18 @@
-"""Sizes and layout of the running job, for its record: the defaults of ``what-if``."""
+"""Sizes, layout, start and folder of the running job, for its record and for ``what-if``."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.faults.attempt import Attempt
@@ -48,9 +51,25 @@ def stage_info(
         shape=dataclasses.asdict(shape),
         speeds=dataclasses.asdict(world.speeds),
         job=_job_sizes(config),
-        started=Attempt.current().started,
+        started=_start_of_attempt(),
         **fields,
     )
+
+
+def _start_of_attempt() -> str:
+    """Return the time at which the first rank asked for it, ISO 8601; the same on all ranks."""
+    moment = datetime.now(UTC).isoformat(timespec="milliseconds")
+    store = dist.PrefixStore("megatron_hecate/attempt", _get_default_store())
+    return store.compare_set("started", "", moment).decode()
+
+
+def folder_of_model(folder: str) -> str:
+    """Return the folder of the next model's files: ``folder``, or a subfolder from the second.
+
+    Models of one attempt may run at the same time. All ranks call it, once per model.
+    """
+    number = Attempt.current().count(f"folder {Path(folder).absolute()}")
+    return folder if number == 1 else str(Path(folder, f"model-{number}"))
 
 
 def _job_sizes(config: Any) -> dict[str, Any]:

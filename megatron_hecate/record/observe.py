@@ -29,13 +29,12 @@ from megatron_hecate.comm.agreement import Note, collect
 from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.device.autograd import is_capturing
-from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.megatron.events import listen_to_steps
 from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import captures_graph, name_of_layer
 from megatron_hecate.plan import CPU, H100, Speeds, World
 from megatron_hecate.record.job_metrics import JobMetrics
-from megatron_hecate.record.job_sizes import stage_info, stock_shape
+from megatron_hecate.record.job_sizes import folder_of_model, stage_info, stock_shape
 from megatron_hecate.record.recorder import Columns, StageRecorder
 from megatron_hecate.record.token_counts import TokenCounts, over_mean, sum_fullest
 from megatron_hecate.step.clock import Clock
@@ -68,7 +67,7 @@ def observe(chunks: list[Module], config: HecateConfig) -> list[Module]:
         settings={**dataclasses.asdict(config), "speeds": ""}, layers=names, problems=problems
     )
     _, notes = note.agree(timeout=config.timeout)
-    folder = Attempt.current().folder_of_model(config.folder)
+    folder = folder_of_model(config.folder)
     refused = ""
     # An exception of one rank from here on would leave the others waiting, too.
     with collect(problems):

@@ -15,9 +15,9 @@ from megatron_hecate.comm.collectives import gather_objects
 from megatron_hecate.comm.groups import new_group
 from megatron_hecate.config import HecateConfig
 from megatron_hecate.faults import watchdog
-from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.plan import World
 from megatron_hecate.record.job_metrics import JobMetrics
+from megatron_hecate.record.job_sizes import folder_of_model
 from megatron_hecate.record.observe import observe
 from megatron_hecate.step.layer_state import LayerState
 from megatron_hecate.switch_on.attach import Chunks, Model, attach
@@ -70,7 +70,7 @@ def _convert(model: Model, config: HecateConfig) -> None:
     transport = proposal.connection.transport
     ranks = [] if transport is None else dist.get_process_group_ranks(transport.group)
     watchdog.watch(ranks, timeout=config.timeout)
-    folder = config.folder and Attempt.current().folder_of_model(config.folder)
+    folder = config.folder and folder_of_model(config.folder)
     homes_group = _homes_group(ranks, config) if config.rehome else None
     if transport is None:
         JobMetrics(())

@@ -19,6 +19,7 @@ from ranks import ranks
 
 from megatron_hecate import HecateConfig, fssdp
 from megatron_hecate.faults.attempt import Attempt
+from megatron_hecate.record.job_sizes import folder_of_model
 from megatron_hecate.record.run_folder import read
 
 FOUR_EXPERTS = dict(experts=4)  # which one folder could not hold beside eight
@@ -96,9 +97,10 @@ def test_a_second_run_of_the_hook_counts_no_model() -> None:
 @pytest.mark.fast
 def test_folders_are_counted_by_name_and_attempt() -> None:
     """Two hooks may name two folders, or one in two ways. A restart in the process begins anew."""
-    attempt = Attempt()
+    Attempt.current().close()
     here = Path.cwd() / "run"
     asked = ["run", "other", f"{here}", "run/", "other"]
     expected = ["run", "other", f"{here}/model-2", "run/model-3", "other/model-2"]
-    assert [attempt.folder_of_model(folder) for folder in asked] == expected
-    assert Attempt().folder_of_model("run") == "run"
+    assert [folder_of_model(folder) for folder in asked] == expected
+    Attempt.current().close()
+    assert folder_of_model("run") == "run"
