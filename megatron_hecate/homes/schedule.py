@@ -22,15 +22,15 @@ from megatron_hecate.comm.device import device_of_rank
 from megatron_hecate.comm.overlap import OverlapMeter
 from megatron_hecate.homes.mover import Homes, Order
 from megatron_hecate.homes.planner import Choice, HomeSearch
-from megatron_hecate.megatron.events import StepEvents
 from megatron_hecate.step.clock import Clock
 from megatron_hecate.step.layer_state import LayerState
+from megatron_hecate.step.prefetch import Rehoming
 
 # number of iterations since the last search whose loads a search samples
 SAMPLED: int = 16
 
 
-class HomesSchedule(StepEvents):
+class HomesSchedule(Rehoming):
     """Periodic search for better homes of one model, and the moves.
 
     Args:

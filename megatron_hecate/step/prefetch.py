@@ -12,6 +12,7 @@ Hooks of Megatron call the prefetcher, and it calls the layers' states.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -38,6 +39,14 @@ from megatron_hecate.step.layer_state import LayerState, Uncopied
 from megatron_hecate.step.load_monitor import LoadMonitor
 from megatron_hecate.step.model_check import check_experts, check_model
 from megatron_hecate.step.trained_experts import TrainedExperts
+
+
+class Rehoming(StepEvents, abc.ABC):
+    """Experts that change homes where an iteration begins."""
+
+    @abc.abstractmethod
+    def restore(self) -> None:
+        """Move all experts back to their original ranks until the next iteration. Collective."""
 
 
 class Prefetcher(Uncopied, StepEvents):
@@ -89,7 +98,7 @@ class Prefetcher(Uncopied, StepEvents):
         )
         self.detector = Detector(self.clock, self.returns)
         # Where homes may move.
-        self.rehoming: StepEvents | None = None
+        self.rehoming: Rehoming | None = None
         # True if the running forward of a model chunk has gradients; ``None`` outside of forwards.
         self.gradients: bool | None = None
         self.pool = BufferPool(states[0].transport, states[0].config.lifetime)
