@@ -45,12 +45,8 @@ class GraphedMonitor(LoadMonitor):
     def start_reduce(self) -> bool:
         if not self._counts or self._is_started:
             return False
-        if self._reduced is not None:
-            # A replay may have summed the counts, without Python.
-            self._reduced.read()
-            self._is_started = self._reduced.ready
-            if self._is_started:
-                return False
+        if self._has_sum():
+            return False
         if self._included is None:
             with lasting_tensors():
                 self._written = self._fixed()
@@ -68,6 +64,16 @@ class GraphedMonitor(LoadMonitor):
         self._reduced = GraphedSum(self._host)
         return True
 
+    def _has_sum(self) -> bool:
+        """Wait for a replay; return whether it has summed the counts, which it does without Python.
+
+        Before a replay there is no sum yet.
+        """
+        if self._reduced is not None:
+            self._reduced.read()
+            self._is_started = self._reduced.ready
+        return self._is_started
+
     def _fixed(self) -> np.ndarray:
         """Return what a recorder measures, without times: a replay measures nothing.
 
@@ -77,13 +83,9 @@ class GraphedMonitor(LoadMonitor):
         return measured * (np.arange(len(measured)) == MEASURED)
 
     def collect(self) -> None:
-        # Before a replay there is no sum yet. After it the sum has been made, also if metrics are
-        # read before the next iteration.
-        if self._reduced is not None:
-            self._reduced.read()
-            if self._reduced.ready:
-                self._is_started = True
-                super().collect()
+        # Metrics may be read before a replay, and before the iteration that follows it begins.
+        if self._has_sum():
+            super().collect()
 
     def prepare(self, *, replays: bool) -> None:
         """Expect the sum of another iteration, outside of any capture. The last one was read.
