@@ -5,15 +5,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator
-from concurrent import futures
-from concurrent.futures import Future
 
 import torch
 
 from megatron_hecate import trace
 from megatron_hecate.comm.collectives import TransferError
-from megatron_hecate.device.autograd import is_capturing
-from megatron_hecate.faults.background import BackgroundThread
 
 
 class Transfer:
@@ -32,23 +28,13 @@ class Transfer:
         device: device of the memory that is moved.
         what: "spAG" or "spRS".
         label: name of the layer.
-        previous: future to wait for first. Without CUDA, for transfers that take the host's time:
-            all steps run in a thread once ``previous`` is done.
     """
 
     def __init__(
-        self,
-        steps: Iterator[None],
-        device: torch.device,
-        *,
-        what: str,
-        label: str,
-        previous: Future[None] | None = None,
+        self, steps: Iterator[None], device: torch.device, *, what: str, label: str
     ) -> None:
         self.what = what
         self.label = label
-        # Done when the thread of the transfer ends; ``None`` without a thread.
-        self.ended: Future[None] | None = None
         self._steps = steps
         self._failed = False
         self._stream: torch.cuda.Stream | None = None
@@ -56,9 +42,6 @@ class Transfer:
         with trace.span(f"{what} start", label):
             if device.type == "cuda":
                 self._start_on_stream(device)
-            # A CUDA graph of CPU ranks holds what this thread runs.
-            elif previous is not None and not is_capturing():
-                self.ended = self._run_in_thread(previous)
             else:
                 next(steps, None)
 
@@ -76,36 +59,6 @@ class Transfer:
             for _ in self._steps:
                 pass
             self._enqueued = stream.record_event()
-
-    def _run_in_thread(self, previous: Future[None]) -> Future[None]:
-        """Run all steps in a background thread, for which `wait` then waits.
-
-        Returns:
-            A future that is done when the thread ends.
-        """
-        # Captured before `_steps` is replaced below, which may be earlier than the thread's start.
-        steps = self._steps
-        ended: Future[None] = Future()
-
-        def run() -> None:
-            try:
-                # Not result(): its error is raised where it is waited for.
-                futures.wait([previous])
-                with torch.no_grad():
-                    for _ in steps:
-                        pass
-            except BaseException as error:
-                ended.set_exception(error)
-            else:
-                ended.set_result(None)
-
-        def join() -> Iterator[None]:
-            ended.result()
-            yield from ()
-
-        self._steps = join()
-        BackgroundThread(f"{self.what} {self.label}", run).start()
-        return ended
 
     def wait(self) -> None:
         """Wait until the transfer is over; a repeated call does nothing.

@@ -1,7 +1,7 @@
 """Twins: copies of Megatron's expert modules that compute homes and replicas.
 
 A twin has room for P experts and no weights of its own: each forward sets the weights of all
-experts.
+experts, so that nothing here keeps memory that a job releases between forwards.
 """
 
 from __future__ import annotations

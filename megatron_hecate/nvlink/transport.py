@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent import futures
-from concurrent.futures import Future
 from typing import NamedTuple
 
 import torch
@@ -93,9 +91,6 @@ class NVLink:
         self._between = P2P(group, timeout=timeout)
         # Progress counters of the next transfer; initially the counters are 0.
         self._begin = 1
-        # CPU ranks run transfers one after the other, as on a stream: the end of the last one.
-        self._ended: Future[None] = Future()
-        self._ended.set_result(None)
         self._peers: Peers | None = None
         self._shared = torch.empty(0)
         # ``None`` with several domains.
@@ -124,7 +119,6 @@ class NVLink:
         """
         check_chunks(layers)
         # Transfers in flight may use the memory that is freed here.
-        futures.wait([self._ended])
         if self._peers is not None and device.type == "cuda":
             torch.cuda.synchronize(device)
         # The old memory is freed before the new memory is allocated.
@@ -260,7 +254,7 @@ class NVLink:
         what: str,
         label: str,
     ) -> Transfer:
-        """Start a transfer; on CPU ranks after the transfers started before.
+        """Start a transfer, which CPU ranks then run at once.
 
         Args:
             runs: the stages, never left to `Transfer.wait`: the progress counters increase in the
@@ -278,10 +272,7 @@ class NVLink:
                 finish()
 
         device = self._memory_of_peers().device
-        transfer = Transfer(steps(), device, what=what, label=label, previous=self._ended)
-        if transfer.ended is not None:
-            self._ended = transfer.ended
-        return transfer
+        return Transfer(steps(), device, what=what, label=label)
 
     def _launch_tables(self) -> LaunchTables:
         assert self._tables is not None, "allocate was not called"

@@ -128,13 +128,17 @@ def before_step(run: Any) -> Any:
 
 def in_transfer(run: Any, name: str) -> None:
     """Rank 0 dies when it has begun its transfer, the others before they begin theirs."""
+    begun: list[Transfer] = []
     for layer in tiny_gpt.moe_layers(run.chunks):
         transport = layer.fssdp.transport
         begin = getattr(transport, name)
 
         def dies(*args: Any, begin: Callable = begin, **settings: Any) -> None:
             if dist.get_rank() == 0:
-                dies.begun = begin(*args, **settings)
+                # a GPU does not keep the host until its peers come, a CPU rank does
+                thread = threading.Thread(target=lambda: begun.append(begin(*args, **settings)))
+                thread.start()
+                thread.join(0.5)
             raise DeathError
 
         setattr(transport, name, dies)
