@@ -123,15 +123,17 @@ struct Device {
   // The record is in host memory, so the process can print it after the trap. The trap aborts the
   // context, so that no kernel computes with data that never arrived.
   FSSDP_FN void fail(Failure* record, const Failure& why) const {
-    if (atomicCAS_system(&record->failed, 0u, 2u) == 0u) {
+    if (atomicCAS_system(&record->failed, 0u, (u32)WRITING) == 0u) {
       record->rank = why.rank;
       record->peer = why.peer;
       record->expected = why.expected;
       record->seen = why.seen;
       record->id = why.id;
       __threadfence_system();
-      *(volatile u32*)&record->failed = why.failed;
+      store(&record->failed, why.failed);
     }
+    // Not before the record is complete, whichever thread writes it.
+    while (load(&record->failed) == WRITING) pause();
     __threadfence_system();
     __trap();
   }

@@ -135,7 +135,7 @@ class Host {
   }
   void fail(Failure* record, const Failure& why) const {
     u32 none = 0;
-    if (__atomic_compare_exchange_n(&record->failed, &none, 2u, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+    if (__atomic_compare_exchange_n(&record->failed, &none, (u32)WRITING, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
       record->rank = why.rank;
       record->peer = why.peer;
       record->expected = why.expected;

@@ -53,7 +53,9 @@ enum { TILE = FSSDP_TILE };
 
 enum Step : u32 { PACK, FETCH, EXCHANGE, GATHER_STEPS, SUM = PACK, COLLECT, REDUCE_STEPS };
 
-// Record of a wait that timed out. `expected` and `seen` count steps; `id`: see `Progress`.
+// Record of a wait that timed out, in the host's memory. `failed`: see `State`. `expected` and `seen`
+// count steps; `id`: see `Progress`.
+enum State : u32 { FAILED = 1, WRITING, ENDED };  // ENDED: by the host, which needs no data any more
 struct Failure {
   u32 failed, rank, peer, expected, seen, id;
 };

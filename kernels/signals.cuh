@@ -23,15 +23,20 @@ FSSDP_FN void tell(Thread& th, const Progress& r, u32 step) {
     th.store_release((u32*)((u64)r.t.progress + (u64)r.t.distance[peer]) + r.t.rank, r.begin + step);
 }
 
-// Wait, in one thread, until `peer` has finished the steps before `step`. Counters wrap, so the
-// sign of the difference decides. Return false after the timeout, with a record of the failure.
+// Polls of a counter between two looks at the host's memory, which is far.
+enum { POLLS = 256 };
+
+// Wait, in one thread, until `peer` has finished the steps before `step`, or the host has ended all
+// waits. Counters wrap, so the sign of the difference decides. Return false after the timeout, with
+// a record of the failure.
 template <class Thread>
 FSSDP_FN bool await(Thread& th, const Progress& r, i32 peer, u32 step) {
   const u64 start = th.clock();
-  u32 seen;
+  u32 seen, polls = 0;
   while ((i32)((seen = th.load_acquire(r.t.progress + peer)) - r.begin - step) < 0) {
+    if (++polls % POLLS == 0 && th.load_acquire(&r.t.failure->failed) == ENDED) return true;
     if (th.clock() - start > r.t.timeout) {
-      th.fail(r.t.failure, {1u, (u32)r.t.rank, (u32)peer, step - r.first, seen - r.begin - r.first, r.id});
+      th.fail(r.t.failure, {FAILED, (u32)r.t.rank, (u32)peer, step - r.first, seen - r.begin - r.first, r.id});
       return false;
     }
     th.pause();

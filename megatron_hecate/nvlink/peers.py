@@ -34,9 +34,14 @@ EPOCH: int = ARRIVED + 4 * MAX_STEPS  # offset of the u32 from which positions c
 EXCHANGES: int = EPOCH + 4  # offset of the counters of exchanges, bytes
 WATCHED: float = 0.1  # seconds between two checks for a failure on a GPU
 REMEMBERED: int = 4096  # transfers that the message of a failure can describe
-BEYOND: int = 1 << 30  # steps ahead of the counters, more than any transfer in flight waits for
+# States of a `FAILURE` record; 0 at first, 2 while a kernel writes it.
+FAILED: int = 1
+ENDED: int = 3
 
 assert EXCHANGES + 4 * (MAX_RANKS + 1) <= COUNTERS
+
+# Failure records of attempts that are over, because their last kernels may still read them.
+_ended: list[Tensor] = []
 
 
 class Peers:
@@ -69,11 +74,7 @@ class Peers:
         allocate = allocate_symmetric if on_gpu else allocate_shared
         memory, bases, self._kept = allocate(group, COUNTERS + size, device=device)
         self.buffers: Tensor = memory[COUNTERS:]
-        self._counters = memory[: 4 * len(self.ranks)]
         self._epoch = memory[EPOCH : EPOCH + 4]
-        exchanges = memory[EXCHANGES : EXCHANGES + 4 * (MAX_RANKS + 1)].view(torch.int32)
-        # Exchanges of loads, by peer that has sent them, and begun by this rank.
-        self._sent, self._exchanged = exchanges[: len(self.ranks)], exchanges[MAX_RANKS:]
         self.failure_record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
         self._failure = self.failure_record.numpy().view(FAILURE)
         self.signals = Signals(
@@ -119,21 +120,10 @@ class Peers:
         """
         self._is_abandoned = True
         atexit.unregister(self._look)
-        if not self._begun and not self._layers:
-            return
-        begin = self._begun[-1][0] if self._begun else 0
-        counters = self._counters
-        beyond = (begin + BEYOND) % 2**32
-        raised = torch.from_numpy(np.full(len(self.ranks), beyond, np.uint32).view(np.uint8))
-        if not counters.is_cuda:
-            counters.copy_(raised)
-            self._sent.copy_(self._exchanged).add_(BEYOND)
-            return
-        # The waiting kernels occupy their stream, so the copy needs a stream of its own.
-        with torch.cuda.stream(torch.cuda.Stream(self.device)):
-            counters.copy_(raised.pin_memory(), non_blocking=True)
-            self._sent.copy_(self._exchanged).add_(BEYOND)
-            torch.cuda.current_stream().synchronize()
+        # Kernels that wait read it, and need no stream, which they would occupy.
+        if not self._failure["failed"]:
+            self._failure["failed"] = ENDED
+        _ended.append(self.failure_record)
 
     @property
     def failure(self) -> np.void | None:
@@ -142,10 +132,7 @@ class Peers:
         The host can read it even after the CUDA context was destroyed.
         """
         record = self._failure[0]
-        # The value 2 marks a record that is being written.
-        if record["failed"] == 1:
-            return record
-        return None
+        return record if record["failed"] == FAILED else None
 
     def write_epoch(self, epoch: int) -> None:
         """Set the progress from which the positions of launches count, on the current stream."""

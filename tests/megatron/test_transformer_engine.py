@@ -207,27 +207,12 @@ def _megatron_takes_it() -> bool:
     return "moe_use_grouped_tensor" in (core / "transformer" / "transformer_config.py").read_text()
 
 
-def _let_nccl_ep_take_it() -> None:
-    """Megatron's main of August 2026 refuses it; what Megatron does without this check is what is run."""
-    from megatron.core.transformer import TransformerConfig
-
-    check = TransformerConfig.__post_init__
-
-    def check_without(config: Any) -> None:
-        config.moe_use_grouped_tensor = False
-        check(config)
-        config.moe_use_grouped_tensor = True
-
-    TransformerConfig.__post_init__ = check_without
-
-
 DISPATCHERS: dict[str, dict[str, Any]] = {
     "alltoall": {},
     "allgather": ALLGATHER,
     "deepep": flex("deepep"),
     "hybridep": flex("hybridep"),
     "hybridep-budget": flex("hybridep", moe_expert_rank_capacity_factor=32.0),
-    "ncclep": flex("ncclep"),
 }
 
 
@@ -236,9 +221,6 @@ DISPATCHERS: dict[str, dict[str, Any]] = {
 @ranks(2, preload="te")
 def test_dispatchers(name: str) -> None:
     """By the setting: counts on the device, experts' rows padded by Megatron or by the dispatcher."""
-
-    if name == "ncclep":
-        _let_nccl_ep_take_it()
     model = dict(DISPATCHERS[name], moe_use_grouped_tensor=True, **FUSED_WGRAD)
     layout = Layout(2, dict(accumulate=2), model, experts="grouped tensors")
     variants.compare(name, layout, layout.names)

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import gpu_on_cpu
 import numpy as np
@@ -42,17 +45,24 @@ def test_several_domains_have_no_exchange() -> None:
     assert transport.exchange_loads(8, label="layer 1") is None
 
 
+def _layer(timeout: float) -> tuple[Any, Callable[[], object], Callable[[], object]]:
+    """A transport, and functions that wait for the loads of a layer, and that send this rank's."""
+    transport = make_transport("nvlink", timeout=timeout)
+    allocate(transport, CPU, torch.float32)
+    tables = some_tables(np.random.default_rng(0), 4, CPU)
+    exchange = transport.exchange_loads(4, label="layer 1")
+    send = partial(CountedTokens, torch.ones(5, 4, dtype=torch.bool), tables.kernels)
+    return transport, partial(tables.parts, exchange, 0), partial(send, exchange=exchange)
+
+
 @ranks(2)
 def test_a_peer_that_sends_no_loads_is_named() -> None:
     """By the wait, and by whatever asks for an exchange later."""
-    transport = make_transport("nvlink", timeout=1.0)
-    allocate(transport, CPU, torch.float32)
+    transport, wait, send = _layer(timeout=1.0)
     if dist.get_rank() == 0:
-        tables = some_tables(np.random.default_rng(0), 4, CPU)
-        exchange = transport.exchange_loads(4, label="layer 1")
-        CountedTokens(torch.ones(5, 4, dtype=torch.bool), tables.kernels, exchange=exchange)
+        send()
         with pytest.raises(TransferError, match=MATCH):
-            tables.parts(exchange, 0)
+            wait()
         with pytest.raises(TransferError, match=MATCH):
             transport.exchange_loads(4, label="layer 2")
     dist.barrier()
@@ -60,16 +70,16 @@ def test_a_peer_that_sends_no_loads_is_named() -> None:
 
 @ranks(2)
 def test_no_wait_outlives_the_attempt() -> None:
-    """As when the job restarts in the process. The wait ends as if the peer had come."""
-    transport = make_transport("nvlink", timeout=60.0)
-    layers = allocate(transport, CPU, torch.float32)
-    if dist.get_rank() == 0:
-        tables = some_tables(np.random.default_rng(0), 4, CPU)
-        exchange = transport.exchange_loads(4, label="layer 1")
-        CountedTokens(torch.ones(5, 4, dtype=torch.bool), tables.kernels, exchange=exchange)
-        timer = threading.Timer(0.5, Attempt.current().close)
-        timer.start()
-        start = time.monotonic()
-        tables.parts(exchange, 0)
-        assert time.monotonic() - start < 30 and layers
-    dist.barrier()
+    """As when the job restarts in the process: as if the peer had come. So do waits that begin after its late loads."""
+    _transport, wait, send = _layer(timeout=60.0)
+    start = time.monotonic()
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            send()
+            threading.Timer(0.5, Attempt.current().close).start()
+            wait()
+            assert time.monotonic() - start < 30
+        dist.barrier()
+        if dist.get_rank() == 1:
+            send()
+        dist.barrier()
