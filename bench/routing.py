@@ -37,8 +37,8 @@ from megatron_hecate.routing.quotas import Exchange, QuotaTables  # noqa: E402
 from megatron_hecate.routing.reroute import CountedTokens, reroute  # noqa: E402
 from megatron_hecate.routing.tables import GroupShape  # noqa: E402
 
-# ranks and experts, the largest group first
-GROUPS: tuple[tuple[int, int], ...] = ((64, 256), (32, 128), (16, 128), (8, 64))
+# ranks and experts; quotas of the first group take shared memory that a kernel must opt in to
+GROUPS: tuple[tuple[int, int], ...] = ((64, 512), (64, 256), (32, 128), (16, 128), (8, 64))
 LARGE: tuple[int, int] = (1024, 1024)
 SLOTS = (2, 1)
 TOP = 8
