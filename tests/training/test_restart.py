@@ -10,7 +10,7 @@ import dataclasses
 import gc
 import os
 import random
-import time
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,10 +87,10 @@ def test_wherever_an_attempt_dies_the_next_one_trains() -> None:
         _check_flat(name, found[0][1], left)
     with mock.patch.object(attempt, "LINGER", 0.5):  # and without a next attempt
         dist.destroy_process_group()
-        deadline = time.monotonic() + 20
-        while (threads := restarts.our_threads()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-    assert not threads
+        ours = [thread for thread in threading.enumerate() if thread.name.startswith("fssdp")]
+        for thread in ours:
+            thread.join(20)
+    assert ours and not any(thread.is_alive() for thread in ours)
     # which the rank destroys
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 

@@ -88,12 +88,6 @@ def left() -> Left:
     return Left(threads, groups, files, objects, sum(storages.values()))
 
 
-def our_threads() -> list[str]:
-    """Those of megatron_hecate, and of transfers that it runs in the background."""
-    names = [thread.name for thread in threading.enumerate()]
-    return sorted(name for name in names if name.lower().startswith(("fssdp", "spag", "sprs")))
-
-
 def attempt(case: tiny_gpt.Case, hook: Hook, point: Point) -> tuple[list[float], Exception, Left]:
     """Train until the attempt dies at ``point``; returns the losses until then, the error with all that it holds, and
     what this process held before."""
