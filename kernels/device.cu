@@ -121,7 +121,7 @@ struct Device {
     *(volatile T*)at = value;
   }
   // The record is in host memory, so the process can print it after the trap. The trap aborts the
-  // context, so that no kernel computes with data that never arrived.
+  // context, so that no kernel of a running job computes with data that never arrived.
   FSSDP_FN void fail(Failure* record, const Failure& why) const {
     if (atomicCAS_system(&record->failed, 0u, (u32)WRITING) == 0u) {
       record->rank = why.rank;

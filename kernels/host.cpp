@@ -182,7 +182,7 @@ void launch(Kernel kernel, u32 blocks, u32 threads) {
 }
 template <class Kind>
 void run(const Transfer& t, u32 position, bool away, u32 blocks, u32 threads) {
-  // The barrier before the transfer timed out.
+  // The barrier before the transfer timed out, or the host has ended all waits.
   if (t.failure->failed) return;
   launch([&](Host& th) { transfer<Kind>(th, t, position, away); }, blocks, threads);
 }

@@ -34,8 +34,9 @@ FSSDP_FN bool await(Thread& th, const Progress& r, i32 peer, u32 step) {
   const u64 start = th.clock();
   u32 seen, polls = 0;
   while ((i32)((seen = th.load_acquire(r.t.progress + peer)) - r.begin - step) < 0) {
-    if (++polls % POLLS == 0 && th.load_acquire(&r.t.failure->failed) == ENDED) return true;
-    if (th.clock() - start > r.t.timeout) {
+    const bool is_late = th.clock() - start > r.t.timeout;
+    if ((is_late || ++polls % POLLS == 0) && th.load_acquire(&r.t.failure->failed) == ENDED) return true;
+    if (is_late) {
       th.fail(r.t.failure, {FAILED, (u32)r.t.rank, (u32)peer, step - r.first, seen - r.begin - r.first, r.id});
       return false;
     }

@@ -1,4 +1,4 @@
-"""A transfer that runs in the background, the same for every transport."""
+"""A transfer in flight, the same for every transport."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megatron_hecate.comm.collectives import TransferError
 class Transfer:
     """A spAG or spRS in flight.
 
-    Without CUDA the first step of ``steps`` runs immediately and leaves asynchronous works behind;
-    `wait` runs the remaining steps. With CUDA all steps are enqueued on the transfer stream, after
-    the work that the current stream holds, and `wait` makes the current stream wait for the
-    transfer: the host never waits. Where all streams share one hardware queue (`has_one_queue`),
-    the steps after the first ``yield`` are enqueued by `wait`: there a stream that waits would
-    block all other streams.
+    Without CUDA the first step of ``steps`` runs immediately, and may leave asynchronous works
+    behind; `wait` runs the remaining steps. With CUDA all steps are enqueued on the transfer
+    stream, after the work that the current stream holds, and `wait` makes the current stream wait
+    for the transfer: the host never waits. Where all streams share one hardware queue
+    (`has_one_queue`), the steps after the first ``yield`` are enqueued by `wait`: there a stream
+    that waits would block all other streams.
 
     Args:
         steps: generator of the transfer; the step up to its first ``yield`` posts work that can run

@@ -201,12 +201,12 @@ class LoadExchange(NamedTuple):
     """Exchange of a layer's loads between all ranks, by the kernels after the gate.
 
     Args:
-        address: of its description on the device, the same in every launch.
+        description: its description on the device, the same in every launch.
         number: of the layer in failures.
         check: raises a `TransferError` if a peer did not send its loads in time.
     """
 
-    address: int
+    description: Tensor
     number: int
     check: Callable[[], None]
 

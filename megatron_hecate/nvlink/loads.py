@@ -49,8 +49,7 @@ class SharedLoads:
                 f"{label}: the exchange of loads failed on rank {signals.rank} of {num_ranks} "
                 f"(timeout {signals.timeout:g} s): expected rank {{peer}} to send its loads"
             )
-            address = self._description.data_ptr()
-            self._exchanges[label] = LoadExchange(address, number, peers.raise_failure)
+            self._exchanges[label] = LoadExchange(self._description, number, peers.raise_failure)
         return self._exchanges[label]
 
 

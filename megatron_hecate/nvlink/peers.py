@@ -23,11 +23,7 @@ from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.faults.attempt import Attempt
 from megatron_hecate.faults.background import BackgroundThread
 from megatron_hecate.nvlink.memory import FAILURE, MAX_RANKS, MAX_STEPS, Signals
-from megatron_hecate.nvlink.peer_memory import (
-    COUNTERS,
-    allocate_shared,
-    allocate_symmetric,
-)
+from megatron_hecate.nvlink.peer_memory import COUNTERS, allocate_shared, allocate_symmetric
 
 ARRIVED: int = 4 * MAX_RANKS  # offset of the counters of thread blocks, bytes
 EPOCH: int = ARRIVED + 4 * MAX_STEPS  # offset of the u32 from which positions count, bytes
@@ -40,8 +36,8 @@ ENDED: int = 3
 
 assert EXCHANGES + 4 * (MAX_RANKS + 1) <= COUNTERS
 
-# Failure records of attempts that are over, because their last kernels may still read them.
-_ended: list[Tensor] = []
+# Failure records of the process, kept because the last kernels of an attempt may still read them.
+_records: list[np.ndarray] = []
 
 
 class Peers:
@@ -75,15 +71,16 @@ class Peers:
         memory, bases, self._kept = allocate(group, COUNTERS + size, device=device)
         self.buffers: Tensor = memory[COUNTERS:]
         self._epoch = memory[EPOCH : EPOCH + 4]
-        self.failure_record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
-        self._failure = self.failure_record.numpy().view(FAILURE)
+        record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
+        self.failure_record: np.ndarray = record.numpy().view(FAILURE)
+        _records.append(self.failure_record)
         self.signals = Signals(
             rank=group.rank(),
             progress=bases,
             arrived=bases[group.rank()] + ARRIVED,
             epoch=bases[group.rank()] + EPOCH,
             exchanges=bases[group.rank()] + EXCHANGES,
-            failure=self.failure_record.data_ptr(),
+            failure=record.data_ptr(),
             timeout=timeout,
         )
         self._begun: deque[tuple[int, str]] = deque(maxlen=REMEMBERED)
@@ -115,15 +112,17 @@ class Peers:
     def abandon(self) -> None:
         """End all waits for peers, as if the peers had arrived: the attempt of the job is over.
 
+        Waits of other models end, too: to free symmetric memory, torch waits for all kernels.
+
         The data of the transfers is not used any more, while a kernel that times out would
         destroy the CUDA context.
         """
         self._is_abandoned = True
         atexit.unregister(self._look)
-        # Kernels that wait read it, and need no stream, which they would occupy.
-        if not self._failure["failed"]:
-            self._failure["failed"] = ENDED
-        _ended.append(self.failure_record)
+        # Kernels that wait read it: no stream is needed, which they may occupy.
+        for record in _records:
+            if not record["failed"]:
+                record["failed"] = ENDED
 
     @property
     def failure(self) -> np.void | None:
@@ -131,7 +130,7 @@ class Peers:
 
         The host can read it even after the CUDA context was destroyed.
         """
-        record = self._failure[0]
+        record = self.failure_record[0]
         return record if record["failed"] == FAILED else None
 
     def write_epoch(self, epoch: int) -> None:

@@ -149,7 +149,7 @@ class QuotaTables:
             TransferError: see `LoadExchange.check`.
         """
         if isinstance(loads, LoadExchange):
-            address, exchange, number = None, loads.address, loads.number
+            address, exchange, number = None, loads.description.data_ptr(), loads.number
         else:
             assert loads.shape == self._loads_shape and loads.dtype == torch.int32, loads.shape
             address, exchange, number = loads.data_ptr(), None, 0

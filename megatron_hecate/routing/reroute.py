@@ -84,7 +84,7 @@ class CountedTokens:
             *map(c_uint, (num_tokens, self.tile, num_experts)),
             *form,
             *_addresses(self.before, self.loads, total),
-            c_void_p(None if exchange is None else exchange.address),
+            c_void_p(None if exchange is None else exchange.description.data_ptr()),
             *_addresses(_arrivals(routes.device)),
             blocks=tiles,
             threads=THREADS,

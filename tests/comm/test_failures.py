@@ -18,7 +18,6 @@ from megatron_hecate.comm.collectives import TransferError, wait_collective
 from megatron_hecate.comm.transfer import Transfer
 from megatron_hecate.comm.transport import Copy, TransferPlan
 from megatron_hecate.nvlink import peer_memory as module
-from megatron_hecate.nvlink.memory import FAILURE
 from megatron_hecate.nvlink.peers import Peers
 
 TRANSPORTS = ["p2p", "nvlink"]
@@ -144,8 +143,7 @@ def test_a_failure_on_record_is_explained() -> None:
             begin,
             f"rank {own} of 2: {label}: spAG failed (timeout 5 s): expected rank {{peer}} to answer",
         )
-    record = peers.failure_record.numpy().view(FAILURE)
-    record[0] = (1, own, 1 - own, 1, 2**32 - 3, 4)
+    peers.failure_record[0] = (1, own, 1 - own, 1, 2**32 - 3, 4)
     with contextlib.redirect_stderr(said):
         for _ in range(2):
             peers.look_for_failure()
@@ -166,5 +164,5 @@ def test_a_failure_is_explained_while_transfers_begin() -> None:
             return int(self) % other
 
     peers.remember(Begin(4), "layer 8: expected rank {peer} to answer")
-    peers.failure_record.numpy().view(FAILURE)[0] = (1, 0, 0, 1, 0, 4)
+    peers.failure_record[0] = (1, 0, 0, 1, 0, 4)
     assert peers.explain_failure().startswith("layer 8: expected rank 0 to answer; it waited")

@@ -22,6 +22,7 @@ from ranks import ranks
 
 from megatron_hecate.comm.collectives import TransferError
 from megatron_hecate.faults.attempt import Attempt
+from megatron_hecate.nvlink.memory import TRANSFER
 from megatron_hecate.routing.reroute import CountedTokens
 
 MATCH = r"layer 1: the exchange of loads failed on rank 0 of 2 \(timeout 1 s\): expected rank 1 to send its loads; it .* 0 were seen"
@@ -70,16 +71,38 @@ def test_a_peer_that_sends_no_loads_is_named() -> None:
 
 @ranks(2)
 def test_no_wait_outlives_the_attempt() -> None:
-    """As when the job restarts in the process: as if the peer had come. So do waits that begin after its late loads."""
-    _transport, wait, send = _layer(timeout=60.0)
-    start = time.monotonic()
+    """As when the job restarts in the process: as if the peer had come. So do waits that begin after its late loads, and
+    what they read stays."""
+    transport, wait, send = _layer(timeout=60.0)
+    start, later = time.monotonic(), []
+
+    def end() -> None:
+        Attempt.current().close()
+        transport.release()
+        later.extend(np.full(TRANSFER.itemsize, 255, np.uint8) for _ in range(8))
+
     for _ in range(2):
         if dist.get_rank() == 0:
             send()
-            threading.Timer(0.5, Attempt.current().close).start()
+            threading.Timer(0.5, end).start()
             wait()
             assert time.monotonic() - start < 30
         dist.barrier()
         if dist.get_rank() == 1:
             send()
         dist.barrier()
+
+
+@ranks(2)
+def test_waits_end_before_another_model_frees_memory() -> None:
+    """A GPU frees memory that peers read after all its kernels."""
+    _first, wait, send = _layer(timeout=20.0)
+    has_waited = threading.Event()
+    Attempt.current().at_end(has_waited.wait)
+    _second, *_ = _layer(timeout=20.0)
+    if dist.get_rank() == 0:
+        send()
+        threading.Timer(0.5, Attempt.current().close).start()
+        wait()
+        has_waited.set()
+    dist.barrier()

@@ -17,14 +17,7 @@ from plan_cases import check_placement, least_largest, some_homes, some_load, so
 from seeds import seeds
 from shapes import swiglu
 
-from megatron_hecate.plan import (
-    EMPTY,
-    CopyCost,
-    Placement,
-    World,
-    largest_load,
-    plan_replicas,
-)
+from megatron_hecate.plan import EMPTY, CopyCost, Placement, World, largest_load, plan_replicas
 
 pytestmark = pytest.mark.fast
 FREE = CopyCost()

@@ -21,11 +21,7 @@ from ranks import ranks
 from megatron_hecate.comm.agreement import Note
 from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.record.metrics import layer_metrics
-from megatron_hecate.replicas.memory_estimate import (
-    ExpertMemory,
-    JobMemory,
-    RankMemory,
-)
+from megatron_hecate.replicas.memory_estimate import ExpertMemory, JobMemory, RankMemory
 
 LIFETIMES = ("iteration", "layer")
 MIB = 2**20

@@ -18,13 +18,7 @@ from scipy.optimize import linprog
 from scipy.sparse import lil_array
 from seeds import seeds
 
-from megatron_hecate.plan import (
-    CopyCost,
-    Placement,
-    World,
-    largest_load,
-    plan_replicas,
-)
+from megatron_hecate.plan import CopyCost, Placement, World, largest_load, plan_replicas
 from megatron_hecate.routing.tables import GroupShape, HolderOrder
 from megatron_hecate.tools.quotas import quotas_of_all
 

@@ -12,16 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
-from kernel_scripts import (
-    CHECK,
-    REDUCES,
-    WRITE,
-    Operation,
-    Script,
-    Setup,
-    one_hot,
-    random_copies,
-)
+from kernel_scripts import CHECK, REDUCES, WRITE, Operation, Script, Setup, one_hot, random_copies
 from torch import Tensor
 
 from megatron_hecate.device import driver
