@@ -56,8 +56,8 @@ def page() -> str:
 
 def _counts(verdicts: list) -> str:
     lines = [
-        "| | jobs | supported unchanged | of these neither with a [CUDA graph of whole iterations]"
-        "(graphs.md) nor with a paged stash |",
+        "| | jobs | supported unchanged | of these, without [CUDA graph of whole iterations]"
+        "(graphs.md) and without paged stash |",
         "|---|---|---|---|",
     ]
     for kind, title in KINDS.items():

@@ -39,10 +39,8 @@ def _is_flex(settings: SettingSources) -> bool:
 
 
 def _has_budget(settings: SettingSources) -> bool:
-    backend = settings["moe_flex_dispatcher_backend"]
-    return bool(
-        _is_flex(settings) and backend == "hybridep" and settings["moe_expert_rank_capacity_factor"]
-    )
+    is_hybrid = _is_flex(settings) and settings["moe_flex_dispatcher_backend"] == "hybridep"
+    return is_hybrid and bool(settings["moe_expert_rank_capacity_factor"])
 
 
 # Values that our code was written for and tested with. Another value, of a later Megatron, is
@@ -57,8 +55,8 @@ _GRAPHS = (
 _IN_GRAPH = "one CUDA graph holds the whole iteration, and a replay runs no Python"
 FROZEN = "one CUDA graph would freeze peers and sizes of the messages of transport {}"
 UNFROZEN = (
-    "use --moe-fssdp-transport nvlink with each expert-parallel group in one NVLink domain, or set "
-    "model.cuda_graph_impl=none or leave out --cuda-graph-impl"
+    "set model.moe_fssdp_transport=nvlink or --moe-fssdp-transport nvlink, each group in one "
+    "NVLink domain, or set model.cuda_graph_impl=none or leave out --cuda-graph-impl"
 )
 _PRIMUS = (
     "Primus replaces Megatron's experts, dispatchers or MoE layers by its own, which have no "
@@ -71,10 +69,11 @@ WITH_SLOTS = (
         "wait for token counts",
         instead="none",
         when=lambda settings: captures_iteration(settings) and not _has_budget(settings),
-        way="set model.moe_token_dispatcher_type=flex, model.moe_flex_dispatcher_backend=hybridep "
-        "and model.moe_expert_rank_capacity_factor or --moe-token-dispatcher-type flex "
-        "--moe-flex-dispatcher-backend hybridep --moe-expert-rank-capacity-factor (docs/bound.md), "
-        "or set model.cuda_graph_impl=none or leave out --cuda-graph-impl",
+        way="set model.moe_token_dispatcher_type=flex, model.moe_flex_dispatcher_backend=hybridep, "
+        "model.use_transformer_engine_op_fuser=true and model.moe_expert_rank_capacity_factor=F or "
+        "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
+        "--use-transformer-engine-op-fuser --moe-expert-rank-capacity-factor F (docs/bound.md), or "
+        "set model.cuda_graph_impl=none or leave out --cuda-graph-impl",
     ),
     Rule(
         "moe_fssdp_transport",
@@ -86,10 +85,11 @@ WITH_SLOTS = (
     ),
     Rule(
         "cuda_graph_warmup_steps",
-        f"{_IN_GRAPH}: memory of replicas must be there before it is captured",
-        instead=1,
+        f"{_IN_GRAPH}: replicas, and pages of a stash, must have memory before it is captured",
+        instead=2,
         unsupported=lambda settings: (
-            captures_iteration(settings) and settings["cuda_graph_warmup_steps"] == 0
+            captures_iteration(settings)
+            and settings["cuda_graph_warmup_steps"] in range(1 + bool(settings["moe_paged_stash"]))
         ),
         hint=" or more",
     ),

@@ -133,7 +133,7 @@ def _check_command_line(command_line: Sequence[str]) -> int:
         ) from None
     verdict = judge(command.sources)
     refusals = [*broken_assumptions(), *verdict.refusals.values()]
-    print("\n".join(refusals or [_accept(verdict)]))
+    print("\n".join(refusals or [verdict.acceptance]))
     script = Path(command.script)
     if script.suffix == ".py" and not script.is_file():
         print(f"note: {script} does not exist here; Megatron's parser has read its arguments")
@@ -166,7 +166,7 @@ def _lines(verdicts: Sequence[tuple[jobs.Job, Verdict]]) -> Iterator[str]:
         is_alone = len(verdicts) == 1 and not job.is_listed
         refusals = list(verdict.refusals.values())
         if is_alone:
-            yield from refusals or ([] if verdict.questions else [_accept(verdict)])
+            yield from refusals or ([] if verdict.questions else [verdict.acceptance])
         elif refusals:
             yield f"refused {job.name}: {' | '.join(refusals)}"
         elif verdict.questions:
@@ -176,12 +176,6 @@ def _lines(verdicts: Sequence[tuple[jobs.Job, Verdict]]) -> Iterator[str]:
         if refusals:
             yield from (f"note: {question}" for question in verdict.questions)
         yield from (f"note: {line}" for line in _notes(job, verdict))
-
-
-def _accept(verdict: Verdict) -> str:
-    if verdict.observes:
-        return "would observe: --moe-fssdp-observe combines with all settings"
-    return "would switch on"
 
 
 def _notes(job: jobs.Job, verdict: Verdict) -> Iterator[str]:

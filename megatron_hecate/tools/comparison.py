@@ -45,11 +45,6 @@ class Comparison:
         return ERROR if self.settings.step_ms is None else 0.0
 
     @property
-    def forced(self) -> Outcome:
-        """Outcome of forced balance."""
-        return self.outcomes[0]
-
-    @property
     def stock(self) -> Outcome:
         """Outcome of stock expert parallelism."""
         return self.outcomes[1]
@@ -89,7 +84,8 @@ def compare(flags: argparse.Namespace, run: Run) -> Comparison:
         error=ERROR if settings.step_ms is None else 0.0,
         measured_speeds=settings.measured,
     )
-    notes = (*settings.notes, *note, *_doubts(replay, run, len(by_name) < len(setups)))
+    doubts = _doubts(replay, run, outcomes, has_idle_slots=len(by_name) < len(setups))
+    notes = (*settings.notes, *note, *doubts)
     return Comparison(replay=replay, outcomes=outcomes, advice=advice, notes=notes)
 
 
@@ -118,9 +114,16 @@ def _scaled(replay: Replay) -> tuple[Replay, list[str]]:
     ]
 
 
-def _doubts(replay: Replay, run: Run, has_idle_slots: bool) -> Iterator[str]:
-    """List the reasons why the prediction is less accurate than it could be."""
+def _doubts(
+    replay: Replay, run: Run, outcomes: Sequence[Outcome], *, has_idle_slots: bool
+) -> Iterator[str]:
+    """List what the advice leaves out, and why it is less accurate than it could be."""
     settings = replay.settings
+    if (factor := settings.factor) and outcomes[1].worst > factor:
+        within = {setup.slots for setup in outcomes[2:] if setup.worst <= factor}
+        slots = ", ".join(map(str, sorted(within))) or "none of these"
+        text = f"stock exceeds moe_expert_rank_capacity_factor={factor:g}, as the advice leaves out"
+        yield f"{text}; it suffices with --moe-fssdp-slots {slots} (docs/bound.md)"
     steps = run.record.load.any(axis=2).all(axis=1)
     if not steps.all():
         yield f"left out: {(~steps).sum()} of {len(steps)} iterations, where a layer has no token"

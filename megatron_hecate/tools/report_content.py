@@ -74,6 +74,8 @@ class Report:
             ValueError: for a folder without a record, or a record that cannot be read.
         """
         run = Run.read(folder)
+        if not run.info.speeds:
+            raise ValueError(f"{folder} holds no sizes and speeds; use megatron-hecate what-if")
         flags = make_parser("").parse_args([str(folder)])
         prediction = comparison = None
         obstacle = ""
@@ -217,7 +219,7 @@ def _parts(report: Report) -> dict[str, Any]:
         setup = comparison.advice.considered
         rows = [
             [name, short(1e3 * lost), short(1e3 * setup.parts[name]) if setup else 0.0]
-            for name, lost in comparison.forced.parts.items()
+            for name, lost in comparison.outcomes[0].parts.items()
         ]
         steps = len(comparison.replay.loads)
         iterations = f"last {steps} iterations" if steps > 1 else "last iteration"

@@ -78,13 +78,13 @@ class Verdict:
         refusals: a line for each setting that FSSDP does not combine with, by its name.
         unknowns: values that the result depends on, by name.
         names: names of all settings that rules have looked at.
-        observes: whether the job only observes, which combines with all settings.
+        acceptance: line for a job without refusals and unknown values.
     """
 
     refusals: dict[str, str]
     unknowns: dict[str, Unknown]
     names: frozenset[str] = frozenset()
-    observes: bool = False
+    acceptance: str = "would switch on"
 
     @property
     def questions(self) -> list[str]:
@@ -108,7 +108,8 @@ def judge(sources: Sequence[Source]) -> Verdict:
     """
     config, unknowns = _find_flags(sources)
     if config.observe:
-        return Verdict({}, {}, observes=True)
+        text = "would observe, with all settings; --optimizer-cuda-graph ends the record"
+        return Verdict({}, {}, acceptance=text)
     sources = [_derive(SettingSources(*sources)), *sources]
     values = SettingSources(*sources)
     refusals: dict[str, str] = {}

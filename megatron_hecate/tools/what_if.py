@@ -126,9 +126,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         value = getattr(args, flag[2:].replace("-", "_"))
         if value is not None and value < 1:
             raise ValueError(f"{flag} must be at least 1, got {value}")
-    if args.rank_capacity_factor is not None and not 0 < args.rank_capacity_factor < math.inf:
+    if args.rank_capacity_factor is not None and not 1 <= args.rank_capacity_factor < math.inf:
         got = args.rank_capacity_factor
-        raise ValueError(f"--rank-capacity-factor must be above 0 and finite, got {got}")
+        raise ValueError(f"--rank-capacity-factor must be at least 1 and finite, got {got}")
     if args.step_ms is not None and not 0 < args.step_ms < math.inf:
         raise ValueError(f"--step-ms must be above 0 and finite, got {args.step_ms}")
     if not 0 <= args.hidden_all_to_all <= 1:
@@ -190,7 +190,7 @@ def main(argv: Sequence[str]) -> int:
     print(
         f"{result.settings.header}; {steps} steps and {layers} layers of {flags.trace}\n\n"
         f"{describe(result.outcomes)}\n\n"
-        f"{describe_parts(result.forced, result.stock, result.advice.considered)}\n\n"
+        f"{describe_parts(result.outcomes[0], result.stock, result.advice.considered)}\n\n"
         f"{result.advice.text}"
     )
     for note in result.notes:

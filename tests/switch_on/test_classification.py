@@ -238,16 +238,15 @@ def test_a_way_out_has_values_that_are_taken(rule: unsupported.Rule) -> None:
         assert flags_among([flag, value])
 
 
-@pytest.mark.parametrize("transport", ["auto", "nvlink", "p2p"])
-def test_messages_within_a_graph_of_iterations(transport: str) -> None:
-    """They are refused without the job, too."""
-    job = dict(
-        expert_model_parallel_size=2,
-        moe_expert_rank_capacity_factor=1.5,
-        moe_fssdp_transport=transport,
-    )
+def test_messages_and_warm_up_of_a_graph_of_iterations() -> None:
+    """They are refused without the job, too. A stash has its pages from the second step on."""
+    job = dict(expert_model_parallel_size=2, moe_expert_rank_capacity_factor=1.5)
     job |= dict(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
-    assert not unsupported.find(job, slots=2)
-    assert len(unsupported.find(job, dict(cuda_graph_impl="full_iteration"), slots=2)) == (
-        transport == "p2p"
-    )
+    graph = dict(cuda_graph_impl="full_iteration")
+    cases = [dict(moe_fssdp_transport=name) for name in ("auto", "nvlink", "p2p")]
+    for has_stash in (False, True):
+        stash = dict(moe_paged_stash=has_stash)
+        cases += [dict(stash, cuda_graph_warmup_steps=steps) for steps in (0, 1, 2)]
+    assert not any(unsupported.find(job, case, slots=2) for case in cases)
+    refused = [len(unsupported.find(job, case, graph, slots=2)) for case in cases]
+    assert refused == [0, 0, 1, 1, 0, 0, 1, 1, 0]

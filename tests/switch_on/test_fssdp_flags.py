@@ -123,7 +123,7 @@ def test_check_accepts_what_the_launcher_accepts(flags: dict, launch: Any, check
 
 
 def _verdict(flags: dict) -> str:
-    return "would observe: " if "--moe-fssdp-observe" in flags else "would switch on\n"
+    return "would observe, " if "--moe-fssdp-observe" in flags else "would switch on\n"
 
 
 @pytest.mark.newest
