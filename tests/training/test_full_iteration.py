@@ -255,7 +255,7 @@ def test_messages_are_refused(transport: str) -> None:
         connect.socket.gethostname = lambda: f"node {dist.get_rank()}"
     name = "p2p" if transport == "p2p" else "nvlink"
     with pytest.raises(
-        SwitchOnError, match=f"freeze peers and sizes of the messages of transport {name}; use"
+        SwitchOnError, match=f"freeze peers and sizes of the messages of transport {name}; set"
     ):
         tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(transport=name))
 
