@@ -30,9 +30,8 @@ EPOCH: int = ARRIVED + 4 * MAX_STEPS  # offset of the u32 from which positions c
 EXCHANGES: int = EPOCH + 4  # offset of the counters of exchanges, bytes
 WATCHED: float = 0.1  # seconds between two checks for a failure on a GPU
 REMEMBERED: int = 4096  # transfers that the message of a failure can describe
-# States of a `FAILURE` record; 0 at first, 2 while a kernel writes it.
-FAILED: int = 1
-ENDED: int = 3
+FAILED: int = 1  # state of a `FAILURE` record; 0 at first, 2 while a kernel writes it
+ENDED: int = 3  # state of a record whose attempt is over
 
 assert EXCHANGES + 4 * (MAX_RANKS + 1) <= COUNTERS
 
@@ -73,7 +72,6 @@ class Peers:
         self._epoch = memory[EPOCH : EPOCH + 4]
         record = torch.zeros(FAILURE.itemsize, dtype=torch.uint8, pin_memory=on_gpu)
         self.failure_record: np.ndarray = record.numpy().view(FAILURE)
-        _records.append(self.failure_record)
         self.signals = Signals(
             rank=group.rank(),
             progress=bases,
@@ -92,6 +90,8 @@ class Peers:
         if on_gpu:
             self._watch_failures()
         Attempt.current().at_end(self.abandon)
+        # Not before an earlier attempt has been closed, which ends all waits.
+        _records.append(self.failure_record)
 
     def _watch_failures(self) -> None:
         """Start a thread that prints on stderr why a kernel timed out, as soon as it has.

@@ -43,7 +43,7 @@ def _return(layer: Layer, plan: TransferPlan) -> Transfer:
 @pytest.mark.fast
 def test_a_transfer_that_failed_fails_in_every_wait() -> None:
     transfer = Transfer(map([None].__getitem__, [0, 1]), CPU, what="spRS", label="layer 1")
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="list index out of range"):
         transfer.wait()
     with pytest.raises(RuntimeError, match="layer 1: this spRS failed before"):
         transfer.wait()
