@@ -99,7 +99,7 @@ def measure(num_experts: int, num_ranks: int, num_slots: int, calls: int) -> np.
     cost = SHAPE.copy_cost(world)
     late = dict(
         cost=dataclasses.replace(SHAPE, microbatches=1).copy_cost(world),
-        most=MOST_LATE,
+        max_copies=MOST_LATE,
         across_nodes=False,
     )
     host = torch.device("cpu")

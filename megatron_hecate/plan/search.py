@@ -114,13 +114,10 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
         load[home[e]] += share[e]
     mean = forecast.sum() / num_ranks
     copied = np.zeros(num_nodes)
-    # the least loaded rank with a slot of each node, and its load
-    lowest = np.full(num_nodes, -1)
-    lowest_load = np.full(num_nodes, np.inf)
+    # the least loaded rank with a slot of each node
+    lowest = np.empty(num_nodes, np.int64)
     for k in range(num_nodes):
         lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
-    _look_up(lowest_load, lowest, load)
-    order = np.argsort(lowest_load, kind="mergesort")
     has_copy = np.zeros(num_nodes, np.bool_)
     holds = np.zeros(num_ranks, np.bool_)
     for e in np.argsort(-share):
@@ -139,14 +136,15 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
             best = -1
             # replicas without a place yet still count as load of the home's node
             relief = min(share[e], max(0.0, crowd + share[e] * (count[e] - placed)))
-            for k in order:
+            for k in range(num_nodes):
                 if lowest[k] < 0 or has_copy[k]:
+                    continue
+                if best >= 0 and load[lowest[k]] >= load[best]:
                     continue
                 size = begin[k + 1] - begin[k]
                 crossing = problem.crossing * forecast[e] * size / num_ranks
                 if crossing + relief >= _exposed_share(problem, copied[k] + 1, size) * problem.far:
                     best = lowest[k]
-                    break
             if best >= 0:
                 copied[node[best]] += 1
             else:
@@ -155,8 +153,6 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
                 # the replica is dropped, so the other holders serve more each
                 for r in range(num_ranks):
                     load[r] += forecast[e] / (placed + 1) - share[e] if holds[r] else 0.0
-                _look_up(lowest_load, lowest, load)
-                order = np.argsort(lowest_load, kind="mergesort")
                 break
             _put(table, best, e)
             k = node[best]
@@ -165,8 +161,6 @@ def fill(forecast: np.ndarray, problem: Problem, number: int, leaving: int) -> n
             has_copy[k] = True
             holds[best] = True
             lowest[k] = _least_loaded(members[begin[k] : begin[k + 1]], load, room)
-            lowest_load[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
-            _sort_in(order, lowest_load, k)
     return table
 
 
@@ -183,13 +177,6 @@ def _exposed_share(problem: Problem, copies: float, size: int) -> float:
     exposed = problem.out if copying * problem.out > problem.hidden else 0.0
     exposed += 1 - problem.out if copying * (1 - problem.out) > problem.hidden else 0.0
     return exposed
-
-
-@compiled
-def _look_up(lowest_load: np.ndarray, lowest: np.ndarray, load: np.ndarray) -> None:
-    """Set ``lowest_load`` [K] to the load of the rank ``lowest`` [K]; infinite without a rank."""
-    for k in range(len(lowest_load)):
-        lowest_load[k] = load[lowest[k]] if lowest[k] >= 0 else np.inf
 
 
 @compiled
@@ -219,27 +206,6 @@ def _put(table: np.ndarray, rank: int, expert: int) -> None:
     while table[rank, c] >= 0:
         c += 1
     table[rank, c] = expert
-
-
-@compiled
-def _sort_in(order: np.ndarray, lowest_load: np.ndarray, node: int) -> None:
-    """Restore ``order`` [K] by ascending load, then number, after one node changed."""
-    place = 0
-    while order[place] != node:
-        place += 1
-    while place > 0 and (lowest_load[order[place - 1]], order[place - 1]) > (
-        lowest_load[node],
-        node,
-    ):
-        order[place] = order[place - 1]
-        place -= 1
-    while place + 1 < len(order) and (lowest_load[order[place + 1]], order[place + 1]) < (
-        lowest_load[node],
-        node,
-    ):
-        order[place] = order[place + 1]
-        place += 1
-    order[place] = node
 
 
 @compiled
