@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_hecate.comm.overlap import MEASURED
 from megatron_hecate.device.autograd import lasting_tensors
 from megatron_hecate.step.load_monitor import NOT_HERE, GroupSum, LoadMonitor
 
@@ -36,9 +35,6 @@ class GraphedMonitor(LoadMonitor):
     """
 
     _host: Tensor | None = None
-    # What a recorder measures on the host; its content as the host knows it.
-    _included: Tensor | None = None
-    _written = np.zeros(0, np.int64)
     # True if the sum of the running iteration has been started.
     _is_started = False
 
@@ -47,11 +43,10 @@ class GraphedMonitor(LoadMonitor):
             return False
         if self._has_sum():
             return False
-        if self._included is None:
-            with lasting_tensors():
-                self._written = self._fixed()
-                self._included = torch.from_numpy(self._written).to(self._counts[0].device)
-        sums = self._take_counts(self._included)
+        # A replay measures nothing on the host.
+        device = self._counts[0].device
+        included = torch.zeros(len(self._measured()), dtype=torch.int64, device=device)
+        sums = self._take_counts(included)
         torch._foreach_zero_(list(self._counts))
         if self._host is None:
             with lasting_tensors():
@@ -74,14 +69,6 @@ class GraphedMonitor(LoadMonitor):
             self._is_started = self._reduced.ready
         return self._is_started
 
-    def _fixed(self) -> np.ndarray:
-        """Return what a recorder measures, without times: a replay measures nothing.
-
-        The number of frozen parameters, and the recorder's placements, may differ by iteration.
-        """
-        measured = self._measured()
-        return measured * (np.arange(len(measured)) == MEASURED)
-
     def collect(self) -> None:
         # Metrics may be read before a replay, and before the iteration that follows it begins.
         if self._has_sum():
@@ -94,12 +81,8 @@ class GraphedMonitor(LoadMonitor):
             replays: whether a graph may sum the counts, without Python.
         """
         self._is_started = False
-        if self._host is None or self._included is None:
+        if self._host is None:
             return
         self._host.fill_(NOT_HERE)
-        included = self._fixed()
-        if not np.array_equal(included, self._written):
-            self._included.copy_(torch.from_numpy(included))
-            self._written = included
         if replays:
             self._reduced = GraphedSum(self._host)

@@ -66,8 +66,7 @@ class PhysicalExperts:
         self.layout = ChunkLayout(
             shapes=tuple(p.shape for p in self.first),
             fused=self.twin.fused,
-            uniform=self.twin.has_operators,
-            is_grouped=self.twin.is_grouped,
+            uniform=self.twin.is_uniform,
         )
 
     def homes(self) -> list[list[Parameter]]:
@@ -89,6 +88,23 @@ class PhysicalExperts:
     def dtype(self) -> torch.dtype:
         """Data type of the parameters."""
         return self.first[0].dtype
+
+    def are_trained(self) -> bool:
+        """Return whether the experts are trained, and not frozen.
+
+        Raises:
+            ValueError: if some of their parameters are frozen: replicas return gradients of whole
+                layers, and grouped GEMMs compute gradients of all experts or none.
+        """
+        flags = [module._parameters[name].requires_grad for module, name in self.owners]
+        num_frozen = flags.count(False)
+        if 0 < num_frozen < len(flags):
+            raise ValueError(
+                f"{num_frozen} of the {len(flags)} parameters of its experts on this rank are "
+                "frozen; freeze all experts of a layer, on all ranks, or none, or leave "
+                "--moe-fssdp off"
+            )
+        return not num_frozen
 
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""

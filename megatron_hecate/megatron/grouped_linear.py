@@ -39,8 +39,6 @@ class GroupedTwin(Twin):
             without one in `assumptions.FUSED_ASSUMPTIONS`, and for custom quantizers.
     """
 
-    is_grouped = True
-
     def __init__(self, experts: TEGroupedMLP, num_physical: int) -> None:
         names: list[str] = []
         fused: list[bool] = []
@@ -68,6 +66,8 @@ class GroupedTwin(Twin):
         super().__init__(twin, names, num_physical)
         self.delays_wgrad = self._homes[0].wgrad_store.delay_wgrad_compute()
         self.has_operators = bool(getattr(twin, "_with_fused_impl", False))
+        # A fused grouped GEMM needs a gradient for every weight, and so do operators.
+        self.is_uniform = self.has_operators or any(fused)
         self._operators = None
         if self.has_operators:
             self._operators = _Operators(twin)

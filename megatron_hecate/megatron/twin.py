@@ -25,13 +25,13 @@ class Twin:
     Attributes:
         fused: for each of the names, whether a GEMM adds the gradient into ``main_grad``.
         num_computed: physical experts that a forward computes, the first ones.
-        is_grouped: whether one GEMM computes all experts.
+        is_uniform: whether weights of empty slots must require gradients where other weights do.
         has_operators: whether Megatron computes with TransformerEngine's operators.
         delays_wgrad: whether weight gradients are computed in ``backward_dw``, not in the backward.
     """
 
     fused: tuple[bool, ...]
-    is_grouped = False
+    is_uniform = False
     has_operators = False
     delays_wgrad = False
 

@@ -22,11 +22,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from itertools import chain, compress
-from operator import attrgetter
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -67,11 +65,7 @@ class PendingGradients:
             node to `bound_weights.BoundWeights.join`.
         """
         pending = cls(experts)
-        leaves: list[Tensor] = list(chain.from_iterable(pending.homes))
-        if not any(map(attrgetter("requires_grad"), leaves)):
-            # Where all homes are frozen, a rank still returns gradients to other ranks.
-            leaves.append(torch.empty(0, device=leaves[0].device, requires_grad=True))
-        return pending, _join_homes(pending._reach_homes, *leaves)
+        return pending, _join_homes(pending._reach_homes, *chain.from_iterable(pending.homes))
 
     def begin(self) -> None:
         """Begin a backward of the experts, whose gradients `take` gets after it."""
@@ -132,11 +126,10 @@ class PendingGradients:
         # Autograd carries placeholders for fused weights, in stock Megatron as well.
         if self.layout.fuses_any:
             return
-        # The node may have a leaf after the homes, see `join_homes`.
         homes = ((index, p) for index, home in enumerate(self.homes) for p in home)
-        for (index, p), (accumulate, _) in zip(homes, node.next_functions, strict=False):
+        for (index, p), (accumulate, _) in zip(homes, node.next_functions, strict=True):
             try:
-                is_complete = accumulate is None or torch._C._will_engine_execute_node(accumulate)
+                is_complete = torch._C._will_engine_execute_node(accumulate)
             except RuntimeError:
                 # Autograd returns this gradient.
                 is_complete = self._is_hooked(index) or not hasattr(p, "main_grad")
@@ -148,17 +141,8 @@ class PendingGradients:
                     "or leave experts' weights out"
                 )
 
-    def _trained(self, index: int) -> list[bool]:
-        """Return which parameters of home ``index`` get gradients, as in stock Megatron."""
-        flags = [[p.requires_grad for p in home] for home in (self.homes[0], self.homes[index])]
-        if False not in flags[0] and False not in flags[1]:
-            return flags[1]
-        return self.layout.computed(np.array(flags))[1].tolist()
-
     def main_grads(self, index: int) -> list[Tensor] | None:
         if self._is_hooked(index):
-            return None
-        if False in self._trained(index):
             return None
         grads = [getattr(p, "main_grad", None) for p in self.homes[index]]
         dtypes = {None if t is None or not t.is_contiguous() else t.dtype for t in grads}
@@ -169,17 +153,14 @@ class PendingGradients:
 
         ``main_grad`` is fp32 as a rule: in a bf16 ``.grad`` the sum would lose bits.
         """
-        trained = compress(self.homes[index], self._trained(index))
-        if all(hasattr(p, "main_grad") for p in trained) and not self._is_hooked(index):
+        has_main_grads = all(hasattr(p, "main_grad") for p in self.homes[index])
+        if has_main_grads and not self._is_hooked(index):
             self._add_to_main_grads(index, total)
         else:
             self._sums[index] = total.clone()
 
     def _add_to_main_grads(self, index: int, total: Tensor) -> None:
-        views = self.layout.views(total)
-        for p, part, is_trained in zip(self.homes[index], views, self._trained(index), strict=True):
-            if not is_trained:
-                continue
+        for p, part in zip(self.homes[index], self.layout.views(total), strict=True):
             if hasattr(p, "main_grad"):
                 p.main_grad += part
             else:
@@ -215,16 +196,13 @@ class PendingGradients:
             self._buffer.abandon = None
         parts = len(self.layout.shapes)
         for index in self._replicated:
-            trained = self._trained(index)
             total = self._sums.get(index)
             views = [None] * parts if total is None else self.layout.views(total)
             if total is not None and total.is_cuda:
                 total.record_stream(torch.cuda.current_stream())
-            weights = zip(self.homes[index], views, trained, strict=True)
-            for number, (p, part, is_trained) in enumerate(weights, index * parts):
+            weights = zip(self.homes[index], views, strict=True)
+            for number, (p, part) in enumerate(weights, index * parts):
                 grad = grads[number]
-                if not is_trained:
-                    continue
                 if part is not None:
                     grads[number] = (part if grad is None else part + grad).to(p.dtype)
                 elif grad is None:
@@ -258,14 +236,12 @@ class _Homes(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, complete: Callable, *homes: Parameter) -> Tensor:
         ctx.complete = complete
-        ctx.num_leaves = len(homes)
         ctx.set_materialize_grads(False)
         return torch.empty(0, device=homes[0].device)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor | None) -> tuple[Tensor | None, ...]:
-        grads = release(ctx, "complete")()
-        return (None, *grads, *[None] * (ctx.num_leaves - len(grads)))
+        return (None, *release(ctx, "complete")())
 
 
 _join_homes = direct_apply(_Homes)

@@ -8,7 +8,6 @@ from functools import partial
 from itertools import chain, compress
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -30,7 +29,7 @@ class BoundWeights:
         homes: parameters of this rank's own experts, expert by expert.
         replicas: parameters of each slot.
         layout: layout of an expert's parameters in a chunk.
-        grads: gradient accumulators, [elements] per slot; none if no expert is trained.
+        grads: gradient accumulators, [elements] per slot; none if the experts are frozen.
     """
 
     def __init__(
@@ -44,8 +43,6 @@ class BoundWeights:
     ) -> None:
         self.transfers = transfers
         home_weights = list(chain.from_iterable(homes))
-        # Of the homes, when the weights were bound.
-        self.requires_grad = [p.requires_grad for p in home_weights]
         self.is_trained = bool(grads)
         # An empty slot may hold any values: it has no tokens. Detached tensors are no views, whose
         # nodes autograd would replace after writes.
@@ -70,41 +67,18 @@ class BoundWeights:
             if is_fused
         ]
         fused = layout.fused * (len(homes) + len(replicas))
-        # Indices of the weights whose gradients pass through autograd, and of the homes' weights
-        # whose gradients are dropped.
-        self._passed: list[int] = []
-        self._dropped: list[int] = []
-        trained = self._trained(layout, len(replicas)) if grads else []
-        if not any(trained):
-            return
-        is_computed = list(trained)
-        if layout.uniform or (layout.is_grouped and layout.fuses_any):
-            # A fused grouped GEMM needs a gradient for every weight.
-            is_computed = [True] * len(trained)
-        elif layout.is_grouped:
-            is_computed[: len(home_weights)] = [True] * len(home_weights)
+        is_computed = [self.is_trained] * len(home_weights)
+        for slot in range(len(replicas)):
+            is_filled = layout.uniform or slot in transfers.slots
+            is_computed += [self.is_trained and is_filled] * parts
+        # Indices of the weights whose gradients pass through autograd.
         self._passed = [
             index for index, is_fused in enumerate(fused) if is_computed[index] and not is_fused
         ]
-        self._dropped = [
-            index for index in self._passed if index < len(home_weights) and not trained[index]
-        ]
-        if layout.fuses_any:
+        if layout.fuses_any and self.is_trained:
             main_grads = [getattr(p, "main_grad", None) for p in home_weights]
             main_grads += chain.from_iterable(slot_grads)
             self._fuse(main_grads, list(map(operator.and_, fused, is_computed)))
-
-    def _trained(self, layout: ChunkLayout, slots: int) -> list[bool]:
-        """Return for each weight whether it gets gradients.
-
-        Homes follow their parameters, and drop gradients that they get from replicas while frozen.
-        """
-        parts = len(layout.shapes)
-        trained = self.requires_grad
-        if not all(trained):
-            trained = layout.computed(np.reshape(trained, (-1, parts))).ravel().tolist()
-        are_filled = ([slot in self.transfers.slots] * parts for slot in range(slots))
-        return [*trained, *chain.from_iterable(are_filled)]
 
     def _fuse(self, main_grads: Sequence[Tensor | None], is_fused: Sequence[bool]) -> None:
         """Let fused GEMMs add the gradients of weights to ``main_grads``."""
@@ -153,8 +127,6 @@ class BoundWeights:
             # One view per home: autograd steals a gradient to which it has the only reference,
             # and copies any other.
             grads[home_grads] = placeholder.expand(self._num_homes, *home.shape).unbind()
-        for index in self._dropped:
-            grads[index] = None
         take(node, grads)
 
 

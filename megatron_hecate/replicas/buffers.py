@@ -18,7 +18,6 @@ from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -213,15 +212,12 @@ class ChunkLayout:
         shapes: shape of every parameter, in the order of the expert's module.
         fused: True for each parameter whose gradient a GEMM adds straight into ``main_grad``
             (Megatron's ``gradient_accumulation_fusion``); autograd then carries a placeholder.
-        uniform: True if all weights must require gradients where some do, weights of empty slots
-            included.
-        is_grouped: True if one GEMM computes all experts, and gradients of all weights or of none.
+        uniform: True if weights of empty slots must require gradients where other weights do.
     """
 
     shapes: tuple[torch.Size, ...]
     fused: tuple[bool, ...]
     uniform: bool = False
-    is_grouped: bool = False
 
     @cached_property
     def elements(self) -> int:
@@ -236,23 +232,6 @@ class ChunkLayout:
     def fuses_any(self) -> bool:
         """True if the gradient of at least one parameter is fused."""
         return any(self.fused)
-
-    @property
-    def has_biases(self) -> bool:
-        """True if any parameter is a vector."""
-        return any(len(shape) == 1 for shape in self.shapes)
-
-    def computed(self, requires_grad: np.ndarray) -> np.ndarray:
-        """Return which parameters get gradients, from ``requires_grad`` [..., H, parts].
-
-        TransformerEngine's grouped GEMM computes no gradients if its first weight is frozen. If its
-        gradients are fused and the first weight is trained, it computes those of frozen weights,
-        too.
-        """
-        if not self.is_grouped:
-            return requires_grad
-        first = requires_grad[..., :1, :]
-        return np.where(self.fused, first, requires_grad & first)
 
     def views(self, chunk: Tensor) -> list[Tensor]:
         """Return the parameters in one ``chunk`` [elements], as views."""
@@ -276,6 +255,9 @@ class ExpertWeights(Protocol):
     def homes(self) -> list[list[Parameter]]:
         """Look up the parameters of this rank's own experts, expert by expert."""
 
+    def are_trained(self) -> bool:
+        """Return whether the experts are trained, and not frozen."""
+
     def wait_for_values(self) -> None:
         """Wait until the homes hold this iteration's values."""
 
@@ -298,14 +280,12 @@ class ReplicaSlots:
         experts: the layer's own experts.
         pool: the rank's buffers.
         label: name of the layer in errors.
-        is_trained: function that returns whether any expert of the layer is trained, on any rank.
     """
 
     index: int
     experts: ExpertWeights
     pool: BufferPool
     label: str
-    is_trained: Callable[[], bool] = lambda: True
 
     @cached_property
     def sizes(self) -> LayerBuffer:

@@ -107,6 +107,8 @@ class Replicas:
         self.state = ReplicaState.EMPTY
         # Backward passes that have run.
         self.backwards = 0
+        # False if the experts are frozen.
+        self._is_trained = True
 
     def _become(self, state: ReplicaState) -> None:
         assert state in SUCCESSORS[self.state], (
@@ -236,9 +238,17 @@ class Replicas:
         self.start()
         self._wait_for_fetch()
         bound = self._bound()
-        if not (bound.is_trained and torch.is_grad_enabled()):
+        if not torch.is_grad_enabled():
             return hidden, bound.weights
         pending, link = joined_homes or PendingGradients.join_homes(self.slots.experts)
+        if {p.requires_grad for home in pending.homes for p in home} != {bound.is_trained}:
+            raise RuntimeError(
+                f"{self.label}: parameters of experts were frozen or unfrozen within an iteration; "
+                "do so after the optimizer's step, before the next forward"
+            )
+        self._is_trained = bound.is_trained
+        if not bound.is_trained:
+            return hidden, bound.weights
         return bound.join(hidden, link, partial(self._take_gradients, pending, bound))
 
     def _bound(self) -> BoundWeights:
@@ -259,7 +269,7 @@ class Replicas:
             slots.experts.homes(),
             [slots.experts.weights_in(chunk) for chunk in chunks],
             layout=slots.experts.layout,
-            grads=self._grads() if slots.is_trained() else (),
+            grads=self._grads() if slots.experts.are_trained() else (),
         )
         # TransformerEngine attaches derived tensors to quantized weights: do not keep such weights
         # where the buffer serves another microbatch next.
@@ -288,7 +298,7 @@ class Replicas:
         if not self.are_kept:
             self._events.backward_begins(self)
         self.wait()
-        if not self.slots.is_trained():
+        if not self._is_trained:
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.is_accumulating:
@@ -306,11 +316,6 @@ class Replicas:
     ) -> None:
         """Take one microbatch's gradients of all weights, or queue delayed gradients."""
         pending.check_destination(node, self.label)
-        if bound.requires_grad != [p.requires_grad for home in pending.homes for p in home]:
-            raise RuntimeError(
-                f"{self.label}: parameters of experts were frozen or unfrozen within an iteration; "
-                "do so after the optimizer's step, before the next forward"
-            )
         if self.slots.experts.delayed is None:
             self._add_gradients(pending, bound, grads)
         else:

@@ -22,9 +22,6 @@ from megatron_hecate.device.autograd import lasting_tensors
 from megatron_hecate.megatron.forward_pass import ForwardPass
 from megatron_hecate.step.forecast import LoadHistory
 
-# Numbers that every sum of loads includes after the counts: the meter's, and frozen parameters.
-_INCLUDED: int = MEASURED + 1
-
 # Value of host memory until a sum of counts is copied into it.
 NOT_HERE: int = -1
 
@@ -147,7 +144,6 @@ class LoadMonitor:
         group: ranks whose tokens the layers' experts share.
         timeout: seconds to wait for the group's ranks.
         meter: meter whose measurements the all-reduce includes.
-        count_frozen: function that returns the number of frozen parameters of this rank's experts.
     """
 
     def __init__(
@@ -157,15 +153,11 @@ class LoadMonitor:
         *,
         timeout: float,
         meter: OverlapMeter | None = None,
-        count_frozen: Callable[[], int] = lambda: 0,
     ) -> None:
         self._shape = shape
         self._group = group
         self._timeout = timeout
         self._meter = meter or OverlapMeter()
-        self._count_frozen = count_frozen
-        # Frozen parameters of all ranks at the last sum; ``None`` before the first sum.
-        self.num_frozen: int | None = None
         self._size = shape[0] * shape[1]
         # Counts of the iteration, [E] int64 per layer, allocated on the device of its first loads.
         self._counts: Sequence[Tensor] = ()
@@ -211,7 +203,7 @@ class LoadMonitor:
 
     def _measured(self) -> np.ndarray:
         """Return what the sum includes besides counts: the meter's, and the recorder's numbers."""
-        included = np.asarray([*self._meter.measured(), self._count_frozen()], dtype=np.int64)
+        included = np.asarray(self._meter.measured(), dtype=np.int64)
         if self.recorder is not None:
             included = np.concatenate([included, self.recorder.measured()])
         return included
@@ -254,10 +246,10 @@ class LoadMonitor:
             self._reduced = None
             load = sums[: self._size].reshape(self._shape)
             self.history.append(load)
-            *measured, self.num_frozen = sums[self._size :][:_INCLUDED].tolist()
-            self._meter.agree(measured)
+            measured = sums[self._size :]
+            self._meter.agree(measured[:MEASURED].tolist())
             if self.recorder is not None:
-                self.recorder.take(load, sums[self._size + _INCLUDED :])
+                self.recorder.take(load, measured[MEASURED:])
 
     def collect_ready(self) -> bool:
         """Collect a sum that has arrived, without waiting; return whether none is in flight."""

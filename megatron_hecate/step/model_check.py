@@ -12,12 +12,12 @@ from megatron_hecate.step.layer_state import LayerState
 
 
 def check_experts(state: LayerState) -> None:
-    """Check that nothing has been attached to a layer's single experts since the last iteration.
+    """Check code and parameters of a layer's experts, which may have changed between iterations.
 
     Raises:
-        ValueError: on the rank that has such code.
+        ValueError: on the rank where code is attached to single experts, or some are frozen.
     """
-    if problems := _foreign_code([state]):
+    if problems := _find_problems([state]):
         raise _refusal(problems)
 
 
@@ -36,7 +36,7 @@ def check_model(states: Sequence[LayerState], find_conflicts: Callable[[], Itera
     problems: list[str] = []
     with collect(problems):
         problems += find_conflicts()
-    problems += _foreign_code(states)
+    problems += _find_problems(states)
     group = states[0].group
     rank_problems = gather_objects(
         problems, group, what="check of the model", label="first iteration"
@@ -52,12 +52,14 @@ def check_model(states: Sequence[LayerState], find_conflicts: Callable[[], Itera
         )
 
 
-def _foreign_code(states: Sequence[LayerState]) -> list[str]:
+def _find_problems(states: Sequence[LayerState]) -> list[str]:
     problems: list[str] = []
     for state in states:
-        if state.config.slots:
-            with collect(problems, state.name):
+        with collect(problems, state.name):
+            if state.config.slots:
                 state.parts.experts.inside.check()
+            if state.config.slots or state.config.rehome:
+                state.parts.experts.are_trained()
     return problems
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,7 +37,6 @@ from megatron_hecate.step.layer_planner import LayerPlanner, RoutesForecast, pla
 from megatron_hecate.step.layer_state import LayerState, Uncopied
 from megatron_hecate.step.load_monitor import LoadMonitor
 from megatron_hecate.step.model_check import check_experts, check_model
-from megatron_hecate.step.trained_experts import TrainedExperts
 
 
 class Rehoming(StepEvents, abc.ABC):
@@ -81,14 +79,12 @@ class Prefetcher(Uncopied, StepEvents):
         self.forecast: np.ndarray | None = None
         self._routes = routes
         self.meter = OverlapMeter()
-        self._trained = TrainedExperts(states)
         self.meter.is_off = states[0].covered is not None
         self.monitor = monitor(
             (len(states), max(state.parts.homes_only.num_experts for state in states)),
             states[0].rerouter.sources,
             timeout=states[0].config.timeout,
             meter=self.meter,
-            count_frozen=self._trained.count_frozen,
         )
         self.returns = GradientReturns(states)
         self.clock = Clock(
@@ -350,7 +346,6 @@ class Prefetcher(Uncopied, StepEvents):
         # First, because it refuses homes that a failed move has left inconsistent.
         if self.rehoming is not None:
             self.rehoming.iteration_begins(iteration)
-        self._trained.begin_iteration(self.monitor.num_frozen)
         if self.states[0].config.slots:
             self._allocate()
 
@@ -362,10 +357,7 @@ class Prefetcher(Uncopied, StepEvents):
         layers = [state.parts.buffer(state.config.slots) for state in self.states]
         self.pool.allocate(layers, next(self._experts[0].parameters()).device)
         for state in self.states:
-            is_trained = partial(self._trained.is_trained, state.index)
-            state.slots = ReplicaSlots(
-                state.index, state.parts.experts, self.pool, state.name, is_trained
-            )
+            state.slots = ReplicaSlots(state.index, state.parts.experts, self.pool, state.name)
 
     def release_memory(self) -> int:
         """Free all buffers on this rank; the next iteration allocates them again. Collective.

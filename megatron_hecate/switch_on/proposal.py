@@ -102,6 +102,17 @@ class Proposal:
         """Summarize this rank for the agreement of all ranks."""
         summary = ""
         memory: dict[str, Any] = {}
+        # speeds by value: ranks may read the file under different paths
+        settings: dict[str, Any] = {
+            **dataclasses.asdict(self.config),
+            "speeds": dataclasses.asdict(self.speeds),
+        }
+        for part in self.parts:
+            # replicas need experts of one kind and size, trained on all ranks or on none
+            name = training_state.name_of_layer(part.layer)
+            settings[f"experts of {name}"] = part.experts.description
+            if self.config.slots or self.config.rehome:
+                settings[f"trained experts of {name}"] = part.experts.are_trained()
         if self.parts:
             with collect(self.problems):
                 summary = _summarize_layers(self.parts, self.config)
@@ -110,18 +121,7 @@ class Proposal:
                         self.parts, self.model, config=self.config, connection=self.connection
                     )
         return Note(
-            # speeds by value: ranks may read the file under different paths
-            settings={
-                **dataclasses.asdict(self.config),
-                "speeds": dataclasses.asdict(self.speeds),
-                # replicas need experts of one kind and size
-                **{
-                    f"experts of {training_state.name_of_layer(part.layer)}": (
-                        part.experts.description
-                    )
-                    for part in self.parts
-                },
-            },
+            settings=settings,
             layers=[training_state.name_of_layer(layer) for layer in self.model.layers],
             problems=self.problems,
             summary=summary,
@@ -171,6 +171,8 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
             layer_problems: list[str] = []
             with collect(layer_problems):
                 part = LayerParts(layer, chunk=chunk, slots=config.slots, passes=passes[layer])
+                if config.slots or config.rehome:
+                    part.experts.are_trained()
                 parts.append(part)
             for text in layer_problems:
                 refused.setdefault(text, []).append(layer.layer_number)
