@@ -85,4 +85,6 @@ class GraphedMonitor(LoadMonitor):
             return
         self._host.fill_(NOT_HERE)
         if replays:
+            # A recorder notes the plans of the iteration.
+            self._measured()
             self._reduced = GraphedSum(self._host)

@@ -131,11 +131,13 @@ class _Summary(NamedTuple):
         elements: elements that the rank keeps, by home and tensor.
         kinds: different kinds of each tensor, over all homes; empty for a tensor that only other
             ranks keep.
+        are_trained: whether the homes are trained, and not frozen.
     """
 
     place: tuple[int, int]
     elements: list[list[int]]
     kinds: list[set[Kind]]
+    are_trained: bool
 
 
 class StateOnRanks:
@@ -188,9 +190,15 @@ class StateOnRanks:
                 {portion.kind for portion in portions if portion.elements}
                 for portions in zip(*self._portions, strict=True)
             ],
+            are_trained=params[0].requires_grad,
         )
         summaries = gather_objects(summary, group, **named)
         kinds = _common_kinds([summary.kinds for summary in summaries])
+        if len({summary.are_trained for summary in summaries}) > 1:
+            raise ValueError(
+                "cannot move experts: those of one layer are frozen on some ranks only; freeze "
+                "them on all ranks or on none"
+            )
         # number in the group by rank and replica, [R, D]
         places = [summary.place for summary in summaries]
         self._members = np.empty(np.max(places, axis=0) + 1, np.int64)
@@ -198,19 +206,19 @@ class StateOnRanks:
             self._members[member_place] = member
         # elements that each rank keeps, [N, homes, tensors]
         self._elements = np.array([summary.elements for summary in summaries])
-        self._check_all_stepped([param.requires_grad for param in params])
+        self._check_all_stepped(len(params) if summary.are_trained else 0)
         # upper bound of the bytes that one rank receives per expert, weights and state together
         element_sizes = [sum(dtype.itemsize for _, dtype in kind) for kind in kinds]
         self.expert_bytes = int(self._elements.max(axis=(0, 1)) @ element_sizes)
 
-    def _check_all_stepped(self, are_trained: Sequence[bool]) -> None:
-        """Raise ValueError unless all elements of trained parameters are stepped equally often.
+    def _check_all_stepped(self, num_parameters: int) -> None:
+        """Raise ValueError unless all elements of an expert's parameters are stepped equally often.
 
         Args:
-            are_trained: whether each parameter of an expert is trained.
+            num_parameters: trained parameters of an expert, all or none.
         """
         times, remainder = np.divmod(self._elements[self._members].sum(axis=1), self._sizes)
-        is_stepped = times[..., : len(are_trained)][..., list(are_trained)].all()
+        is_stepped = times[..., :num_parameters].all()
         if remainder.any() or (times != times[:1, :1]).any() or not is_stepped:
             raise ValueError(
                 "cannot move experts: no torch.optim optimizer stepped all parameters of all "

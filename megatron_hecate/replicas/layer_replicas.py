@@ -107,7 +107,7 @@ class Replicas:
         self.state = ReplicaState.EMPTY
         # Backward passes that have run.
         self.backwards = 0
-        # False if the experts are frozen.
+        # False if the experts of the last forward are frozen.
         self._is_trained = True
 
     def _become(self, state: ReplicaState) -> None:
@@ -280,7 +280,7 @@ class Replicas:
     def computed_by(self, output: Tensor) -> Tensor:
         """Attach a node to ``output`` that prepares replicas and gradients for the backward."""
         if output.requires_grad:
-            return _attach(self._prepare_backward, output)
+            return _attach(partial(self._prepare_backward, self._is_trained), output)
         if torch.is_grad_enabled():
             # The experts and everything before are frozen: no backward follows.
             self._finish()
@@ -292,13 +292,13 @@ class Replicas:
         if not (self._passes_left or self.are_kept):
             self._events.backward_ended(self)
 
-    def _prepare_backward(self) -> None:
+    def _prepare_backward(self, is_trained: bool) -> None:
         # Delayed gradients that are still queued belong to a backward that failed.
         self.slots.experts.drop_delayed()
         if not self.are_kept:
             self._events.backward_begins(self)
         self.wait()
-        if not self._is_trained:
+        if not is_trained:
             # No gradient marks the end of the experts' backward.
             torch.autograd.Variable._execution_engine.queue_callback(self._finish)
         elif not self.is_accumulating:

@@ -35,17 +35,9 @@ class GroupSum:
         counts: this rank's counts, int64; the sum is written into the tensor.
         group: process group of the all-reduce.
         timeout: seconds to wait for the group's ranks.
-        what: name of the sum, for errors.
     """
 
-    def __init__(
-        self,
-        counts: Tensor,
-        group: dist.ProcessGroup,
-        *,
-        timeout: float,
-        what: str = "sum of the loads",
-    ) -> None:
+    def __init__(self, counts: Tensor, group: dist.ProcessGroup, *, timeout: float) -> None:
         work = dist.all_reduce(counts, group=group, async_op=True)
         self._is_copied = counts.is_cuda
         if not counts.is_cuda:
@@ -56,7 +48,7 @@ class GroupSum:
                 work,
                 counts,
                 group,
-                what=what,
+                what="sum of the loads",
                 label="begin of an iteration",
                 timeout=timeout,
             )

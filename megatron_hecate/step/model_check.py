@@ -17,7 +17,8 @@ def check_experts(state: LayerState) -> None:
     Raises:
         ValueError: on the rank where code is attached to single experts, or some are frozen.
     """
-    if problems := _find_problems([state]):
+    problems, _ = _find_problems([state])
+    if problems:
         raise _refusal(problems)
 
 
@@ -33,18 +34,28 @@ def check_model(states: Sequence[LayerState], find_conflicts: Callable[[], Itera
     Raises:
         ValueError: on all ranks of the FSSDP group; lists the problems of all of them.
     """
-    problems: list[str] = []
-    with collect(problems):
-        problems += find_conflicts()
-    problems += _find_problems(states)
+    conflicts: list[str] = []
+    with collect(conflicts):
+        conflicts += find_conflicts()
+    problems, frozen_layers = _find_problems(states)
     group = states[0].group
-    rank_problems = gather_objects(
-        problems, group, what="check of the model", label="first iteration"
+    notes = gather_objects(
+        ([*conflicts, *problems], frozen_layers),
+        group,
+        what="check of the model",
+        label="first iteration",
     )
     ranks_with: dict[str, list[int]] = {}
-    for rank, lines in zip(dist.get_process_group_ranks(group), rank_problems, strict=True):
+    frozen_on: dict[str, list[int]] = {}
+    for rank, (lines, names) in zip(dist.get_process_group_ranks(group), notes, strict=True):
         for line in lines:
             ranks_with.setdefault(line, []).append(rank)
+        for name in names:
+            frozen_on.setdefault(name, []).append(rank)
+    for name, ranks in frozen_on.items():
+        if len(ranks) < group.size():
+            text = "experts are frozen on some ranks only; freeze them on all ranks or on none"
+            ranks_with[f"{name}: {text}"] = ranks
     if ranks_with:
         raise _refusal(
             line if len(ranks) == group.size() else f"{line} (rank {format_ranks(ranks)})"
@@ -52,15 +63,18 @@ def check_model(states: Sequence[LayerState], find_conflicts: Callable[[], Itera
         )
 
 
-def _find_problems(states: Sequence[LayerState]) -> list[str]:
+def _find_problems(states: Sequence[LayerState]) -> tuple[list[str], list[str]]:
+    """List problems of single layers, and the names of the layers whose experts are frozen."""
     problems: list[str] = []
+    frozen_layers: list[str] = []
     for state in states:
+        experts, config = state.parts.experts, state.config
         with collect(problems, state.name):
-            if state.config.slots:
-                state.parts.experts.inside.check()
-            if state.config.slots or state.config.rehome:
-                state.parts.experts.are_trained()
-    return problems
+            if config.slots:
+                experts.inside.check()
+            if (config.slots or config.rehome) and not experts.are_trained():
+                frozen_layers.append(state.name)
+    return problems, frozen_layers
 
 
 def _refusal(lines: Iterable[str]) -> ValueError:

@@ -11,6 +11,7 @@ from typing import Any
 
 import loops
 import pytest
+import rehoming_hooks
 import tiny_gpt
 import torch
 import torch.distributed as dist
@@ -95,16 +96,21 @@ def _compare(name: str, case: Case, *, grouped: bool) -> None:
     losses, grads, params, replicas = _train(case, tiny, tiny_gpt.fssdp_hook(**case.settings))
     assert replicas, f"{name}: nothing was replicated"
     torch.testing.assert_close(losses, stock_losses, rtol=1e-5, atol=0, msg=name)
+    _check_grads(grads, stock_grads)
+    for parameter, value in stock_params.items():
+        torch.testing.assert_close(params[parameter], value, rtol=0, atol=1e-5, msg=parameter)
+
+
+def _check_grads(grads: list[dict[str, Any]], stock_grads: list[dict[str, Any]]) -> None:
+    """Compare the gradients of each step by parameter, relative to the step's largest."""
     for step, (ours, wanted) in enumerate(zip(grads, stock_grads, strict=True)):
         assert ours.keys() == wanted.keys()
         largest = max([float(grad.abs().max()) for grad in wanted.values()] or [0.0])
         for parameter, grad in wanted.items():
-            where = f"{name}, step {step}: {parameter}"
+            where = f"step {step}: {parameter}"
             torch.testing.assert_close(
                 ours[parameter], grad, rtol=0, atol=1e-5 * largest, msg=where
             )
-    for parameter, value in stock_params.items():
-        torch.testing.assert_close(params[parameter], value, rtol=0, atol=1e-5, msg=parameter)
 
 
 def _train(case: Case, tiny: Any, hook: Callable | None) -> tuple[Any, list, dict, int]:
@@ -187,6 +193,9 @@ def test_some_frozen_experts_are_refused(settings: dict[str, Any]) -> None:
         tiny_gpt.train(case, steps=1, hook=lambda chunks: hook(_freeze(chunks, *whole)))
     with pytest.raises(ValueError, match=r"layer 1: 2 of the 8 .* off \(rank 1\)"):
         tiny_gpt.train(case, steps=1, hook=lambda chunks: _freeze(hook(chunks), *some))
+    message = r"layer 1: experts are frozen on some ranks only; .* \(rank 1\)"
+    with pytest.raises(ValueError, match=message):
+        tiny_gpt.train(case, steps=1, hook=lambda chunks: _freeze(hook(chunks), *whole))
     trained = tiny_gpt.train(case, steps=2, hook=hook)
     _freeze(trained.chunks, 0)
     with pytest.raises(ValueError, match="layer 1: 2 of the 8 parameters"):
@@ -201,3 +210,47 @@ def test_some_frozen_experts_without_replicas() -> None:
     hook = tiny_gpt.fssdp_hook(slots=0)
     trained = tiny_gpt.train(case, steps=2, hook=lambda chunks: hook(_freeze(chunks, 1)))
     assert trained.losses == stock.losses
+
+
+@ranks(2)
+def test_homes_of_which_some_ranks_are_frozen_stay() -> None:
+    """An expert that came to a frozen one's place would learn no more. All ranks say so."""
+    case = tiny_gpt.initialized(skew=4)
+    hook = rehoming_hooks.rehoming_hook(slots=0)
+    trained = tiny_gpt.train(case, steps=2, hook=hook)
+    if dist.get_rank() == 1:
+        _freeze(trained.chunks, *range(4))
+    with pytest.raises(ValueError, match="cannot move experts: those of one layer are frozen on"):
+        for step in range(2, 8):
+            tiny_gpt.move_skew_sometimes(trained.chunks, step)
+            trained.step(step)
+
+
+@pytest.mark.parametrize("is_fused", [False, True])
+@ranks(2)
+def test_a_trained_and_a_frozen_forward_before_the_backward(is_fused: bool) -> None:
+    """In a loop without schedules every forward is trained, or frozen, by itself."""
+    if is_fused:
+        tiny_gpt.install_fused_wgrad()
+    settings = dict(gradient_accumulation_fusion=is_fused)
+    case = tiny_gpt.initialized(skew=4, settings=settings)
+
+    def train(hook: Callable | None) -> list[dict[str, Any]]:
+        loop, grads = loops.Loop(case, hook), []
+        for step in range(4):
+            loop.zero()
+            losses = []
+            for is_trained in (True, step < 2):
+                for layer in tiny_gpt.moe_layers(loop.chunks):
+                    layer.experts.requires_grad_(is_trained)
+                losses.append(loop.forward(step, len(losses)))
+            for layer in tiny_gpt.moe_layers(loop.chunks):
+                layer.experts.requires_grad_(True)
+            sum(losses).backward()
+            loop.finish()
+            grads.append({name: _grad(p) for name, p in tiny_gpt.named_parameters(loop.chunks)})
+            loop.update()
+        assert hook is None or tiny_gpt.num_replicas(loop.chunks)
+        return grads
+
+    _check_grads(train(tiny_gpt.fssdp_hook()), train(None))

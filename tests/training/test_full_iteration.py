@@ -7,12 +7,15 @@ negative control.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import budgeted
 import flex_backends
 import graphs_on_cpu
+import numpy as np
 import pytest
 import static_experts
 import tiny_gpt
@@ -26,6 +29,7 @@ from ranks import ranks
 import megatron_hecate
 from megatron_hecate.comm.agreement import SwitchOnError
 from megatron_hecate.nvlink.transport import NVLink
+from megatron_hecate.record.run_folder import read
 from megatron_hecate.step import layer, layer_state
 from megatron_hecate.switch_on import connect
 
@@ -215,6 +219,23 @@ def test_metrics_of_one_rank() -> None:
     graphed.zero()
     assert all(layer.routed_tokens > 0 for layer in megatron_hecate.layer_metrics(graphed.chunks))
     graphed.step(STEPS)
+
+
+@ranks(2, timeout=600)
+def test_records() -> None:
+    """Loads, replicas and rank loads of every iteration, also of replays, as without a graph."""
+    root = Path(os.environ["TEST_FOLDER"])
+    case = _case(accumulate=2)
+    for name, train in (("eager", _eager), ("graphed", _graphed)):
+        (layer, *_) = tiny_gpt.moe_layers(train(case, record=root / name).chunks)
+        layer.prefetcher.monitor.collect()
+        layer.prefetcher.monitor.recorder.stage.close()
+    dist.barrier()
+    expected, graphed = vars(read(root / "eager")), vars(read(root / "graphed"))
+    for name in ("iteration", "load", "replica", "rank_load", "peak", "factor", "stock_factor"):
+        np.testing.assert_array_equal(graphed[name], expected[name], err_msg=name)
+    plans = {tables.tobytes() for tables in expected["replica"]}
+    assert len(expected["iteration"]) == STEPS and len(plans) > 2
 
 
 @ranks(2, timeout=600)
