@@ -79,9 +79,13 @@ class Note:
 
 
 def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
-    """Yield the problems of single ranks, and the settings that differ between ranks."""
-    for note in notes:
-        yield from note.problems
+    """Yield the problems of ranks, with their numbers, and the settings that differ."""
+    ranks_with: dict[str, list[int]] = {}
+    for rank, note in enumerate(notes):
+        for problem in dict.fromkeys(note.problems):
+            ranks_with.setdefault(problem, []).append(rank)
+    for problem, ranks in ranks_with.items():
+        yield problem if len(ranks) == len(notes) else f"{problem} (rank {format_ranks(ranks)})"
     references: dict[str, tuple[int, Any]] = {}
     ranks_by_value: dict[tuple[str, str], list[int]] = {}
     for rank, note in enumerate(notes):

@@ -41,11 +41,14 @@ def captured_parts(settings: SettingSources) -> frozenset[str] | None:
 
 def captures_iteration(settings: SettingSources) -> bool:
     """Return whether one graph captures all microbatches of a training iteration."""
+    # Before 0.18 Megatron keeps the scope where graphs are off.
+    return captured_parts(settings) is None and names_iteration(settings)
+
+
+def names_iteration(settings: SettingSources) -> bool:
+    """Return whether any setting names a graph of the whole iteration, perhaps an idle one."""
     names = ("cuda_graph_impl", "cuda_graph_scope", "cuda_graph_modules")
-    # Older Megatron keeps the scope where graphs are off.
-    return captured_parts(settings) is None and any(
-        "full_iteration" in _names(settings[name]) for name in names
-    )
+    return any("full_iteration" in _names(settings[name]) for name in names)
 
 
 def replays() -> int:

@@ -100,9 +100,8 @@ class PhysicalExperts:
         num_frozen = flags.count(False)
         if 0 < num_frozen < len(flags):
             raise ValueError(
-                f"{num_frozen} of the {len(flags)} parameters of its experts on this rank are "
-                "frozen; freeze all experts of a layer, on all ranks, or none, or leave "
-                "--moe-fssdp off"
+                f"{num_frozen} of the {len(flags)} parameters of its experts are frozen; freeze "
+                "all experts of a layer, on all ranks, or none, or leave --moe-fssdp off"
             )
         return not num_frozen
 

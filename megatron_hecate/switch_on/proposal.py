@@ -109,10 +109,10 @@ class Proposal:
         }
         for part in self.parts:
             # replicas need experts of one kind and size, trained on all ranks or on none
-            name = training_state.name_of_layer(part.layer)
-            settings[f"experts of {name}"] = part.experts.description
-            if self.config.slots or self.config.rehome:
-                settings[f"trained experts of {name}"] = part.experts.are_trained()
+            text = part.experts.description
+            if (self.config.slots or self.config.rehome) and not part.experts.are_trained():
+                text += ", frozen (freeze them on all ranks or on none)"
+            settings[f"experts of {training_state.name_of_layer(part.layer)}"] = text
         if self.parts:
             with collect(self.problems):
                 summary = _summarize_layers(self.parts, self.config)

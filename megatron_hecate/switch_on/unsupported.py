@@ -54,9 +54,13 @@ _GRAPHS = (
 )
 _IN_GRAPH = "one CUDA graph holds the whole iteration, and a replay runs no Python"
 FROZEN = "one CUDA graph would freeze peers and sizes of the messages of transport {}"
+NO_GRAPH = (
+    "set model.cuda_graph_impl=none or leave out --cuda-graph-impl, and name no full_iteration in "
+    "cuda_graph_modules or cuda_graph_scope"
+)
 UNFROZEN = (
     "set model.moe_fssdp_transport=nvlink or --moe-fssdp-transport nvlink, each group in one "
-    "NVLink domain, or set model.cuda_graph_impl=none or leave out --cuda-graph-impl"
+    f"NVLink domain, or {NO_GRAPH}"
 )
 _PRIMUS = (
     "Primus replaces Megatron's experts, dispatchers or MoE layers by its own, which have no "
@@ -73,7 +77,7 @@ WITH_SLOTS = (
         "model.use_transformer_engine_op_fuser=true and model.moe_expert_rank_capacity_factor=F or "
         "--moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep "
         "--use-transformer-engine-op-fuser --moe-expert-rank-capacity-factor F (docs/bound.md), or "
-        "set model.cuda_graph_impl=none or leave out --cuda-graph-impl",
+        f"{NO_GRAPH}",
     ),
     Rule(
         "moe_fssdp_transport",

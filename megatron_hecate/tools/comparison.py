@@ -119,11 +119,19 @@ def _doubts(
 ) -> Iterator[str]:
     """List what the advice leaves out, and why it is less accurate than it could be."""
     settings = replay.settings
-    if (factor := settings.factor) and outcomes[1].worst > factor:
+    stock = outcomes[1].worst
+    if run.record.stock_factor is not None and settings.ep == run.info.ranks:
+        stock = max(stock, float(run.record.stock_factor.max()))
+    if (factor := settings.factor) and stock > factor:
         within = {setup.slots for setup in outcomes[2:] if setup.worst <= factor}
-        slots = ", ".join(map(str, sorted(within))) or "none of these"
-        text = f"stock exceeds moe_expert_rank_capacity_factor={factor:g}, as the advice leaves out"
-        yield f"{text}; it suffices with --moe-fssdp-slots {slots} (docs/bound.md)"
+        slots = ", ".join(map(str, sorted(within)))
+        setups = f"with --moe-fssdp-slots {slots}" if within else "with none of these slots"
+        yield (
+            f"stock's largest rank load is {stock:.2f} times the mean, over "
+            f"moe_expert_rank_capacity_factor={factor:g}, which the advice does not count; "
+            f"{setups} the means of a step's microbatches stay within it; single microbatches may "
+            "exceed it, and padding adds to them (docs/bound.md)"
+        )
     steps = run.record.load.any(axis=2).all(axis=1)
     if not steps.all():
         yield f"left out: {(~steps).sum()} of {len(steps)} iterations, where a layer has no token"

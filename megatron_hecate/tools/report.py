@@ -116,7 +116,10 @@ def _summary(content: dict[str, Any]) -> list[str]:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Format one line for each figure, with a column for each run."""
-    columns = [heads, *([str(cell) for cell in row] for row in rows)]
+    shown = [
+        [f"{cell:,.5g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
+    ]
+    columns = [heads, *shown]
     widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))

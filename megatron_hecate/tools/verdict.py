@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_hecate.config import PREFIX, HecateConfig, check_names, check_slots
+from megatron_hecate.megatron.cuda_graphs import names_iteration
 from megatron_hecate.megatron.rules import Rule, SettingSources
 from megatron_hecate.switch_on import unsupported
 from megatron_hecate.switch_on.launcher import validate
@@ -181,6 +182,11 @@ def _derive(settings: SettingSources) -> dict[str, Any]:
     if settings["cpu_offloading"] is None:
         layers = settings["cpu_offloading_num_layers"]
         fields["cpu_offloading"] = layers if isinstance(layers, Unknown) else bool(layers)
+    # From 0.18 on Megatron captures the iteration wherever a scope or modules name it. Before,
+    # there are no modules, and a scope is idle without an implementation.
+    is_idle = settings["cuda_graph_modules"] is None and settings["cuda_graph_impl"] == "none"
+    if names_iteration(settings) and not is_idle:
+        fields["cuda_graph_impl"] = "full_iteration"
     ranks = settings["tensor_model_parallel_size"] or 1
     expert_ranks = settings["expert_tensor_parallel_size"] or ranks
     for kind, size in (("", ranks), ("expert_", expert_ranks)):

@@ -24,7 +24,7 @@ def test_notes_are_compared() -> None:
     with pytest.raises(ValueError) as caught:
         bad.agree(timeout=20.0, judge=lambda notes: ([f"{len(notes)} are too many"], None))
     assert str(caught.value) == (
-        "FSSDP cannot be switched on:\n  - it is monday\n  - rank 2 has slots=3, rank 0 has slots=2\n"
+        "FSSDP cannot be switched on:\n  - it is monday (rank 1)\n  - rank 2 has slots=3, rank 0 has slots=2\n"
         "  - the model has no MoE layer; set --num-experts, or leave --moe-fssdp off\n  - 3 are too many"
     )
 
@@ -33,11 +33,11 @@ def test_notes_are_compared() -> None:
 def test_many_problems_are_counted() -> None:
     """So that what all ranks of a large job read stays small; ranks with the same settings share a line."""
     rank = dist.get_rank()
-    problems = [f"rank {rank}: {i}" for i in range(40)]
+    problems = [f"problem {rank}: {i}" for i in range(40)]
     bad = Note({"slots": 2 + min(rank, 1)}, ["layer 1"], problems)
     with pytest.raises(ValueError) as caught:
         bad.agree(timeout=20.0)
-    lines = [f"  - rank {r}: {i}" for r in range(3) for i in range(40)]
+    lines = [f"  - problem {r}: {i} (rank {r})" for r in range(3) for i in range(40)]
     assert str(caught.value).splitlines()[1:] == [*lines[:LISTED], f"  - and {121 - LISTED} more"]
     with pytest.raises(ValueError, match=r"  - ranks 1-2 have slots=3, rank 0 has slots=2$"):
         Note(bad.settings, bad.layers).agree(timeout=20.0)

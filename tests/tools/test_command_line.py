@@ -105,6 +105,17 @@ def test_public_scripts_as_their_job(name: str, check: Any, judged: Any) -> None
         (f"{GROUPED} --cpu-offloading-num-layers 2", ("cpu_offloading",)),
         (f"{GROUPED} --use-megatron-fsdp --ckpt-format fsdp_dtensor", ("use_megatron_fsdp",)),
         (f"{GROUPED} {FLEX} deepep --moe-router-dtype fp32", ()),
+        *(
+            (f"{GROUPED} --no-check-for-nan-in-loss-and-grad {words}", ("cuda_graph_impl",))
+            for words in (
+                "--cuda-graph-impl full_iteration",
+                "--cuda-graph-scope full_iteration",
+                "--cuda-graph-modules full_iteration",
+                "--enable-cuda-graph --cuda-graph-scope full_iteration",
+                "--cuda-graph-impl none --cuda-graph-scope full_iteration",
+                "--cuda-graph-impl local --cuda-graph-modules full_iteration",
+            )
+        ),
     ],
 )  # fmt: skip
 def test_settings_that_megatron_derives(

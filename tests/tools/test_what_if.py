@@ -111,7 +111,8 @@ def test_a_budget_of_tokens_is_planned_for(tmp_path: Path, what_if: Any) -> None
     assert free["outcomes"][1]["worst"] == free["outcomes"][2]["worst"] == stock
     bound, text = what_if(*words, "--rank-capacity-factor", "1.2")
     assert bound["outcomes"][1]["worst"] == stock and bound["outcomes"][2]["worst"] < 1.2
-    assert "stock exceeds moe_expert_rank_capacity_factor=1.2" in text
+    assert "over moe_expert_rank_capacity_factor=1.2, which the advice does not count" in text
+    assert "with --moe-fssdp-slots 1 the means of a step's microbatches stay within it" in text
 
 
 def test_skew_is_worth_it_and_balance_is_not(tmp_path: Path, what_if: Any) -> None:
