@@ -12,7 +12,8 @@ from pathlib import Path
 
 from megatron_hecate.megatron.cuda_graphs import captures_iteration
 from megatron_hecate.megatron.rules import SettingSources
-from megatron_hecate.tools.check import problems as refused
+from megatron_hecate.tools.files.jobs import find_jobs
+from megatron_hecate.tools.verdict import judge
 
 RECIPES = Path(__file__).resolve().parent.parent / "tests" / "data" / "recipes.json"
 KINDS = {
@@ -43,13 +44,8 @@ settings accepts the changed ones (`test_the_overrides_that_are_named_switch_it_
 def page() -> str:
     """Format the whole page."""
     recipes = json.loads(RECIPES.read_text())
-    verdicts = [(recipe, refused(recipe)) for recipe in recipes]
-    parts = [
-        HEAD,
-        "## Jobs that switch on\n",
-        _counts(verdicts),
-        "\n## Unsupported settings\n",
-    ]
+    verdicts = [(recipe, judge(find_jobs(recipe)[0].sources).refusals) for recipe in recipes]
+    parts = [HEAD, "## Jobs that switch on\n", _counts(verdicts), "\n## Unsupported settings\n"]
     parts += [_reasons(verdicts), "\n## Unsupported jobs\n", _unsupported(verdicts)]
     return "\n".join(parts)
 

@@ -21,8 +21,9 @@ from megatron_hecate.faults.rendezvous import Question
 
 # Exceptions whose messages users understand; other messages get the name of the class in front.
 EXPLAINED = (OSError, RuntimeError, TypeError, ValueError)
-# Upper bound on the problems in an error: every rank reads the list.
+# Upper bounds on problems, and on a problem's runs of ranks: every rank reads the list.
 LISTED: int = 64
+RUNS: int = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +86,7 @@ def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
         for problem in dict.fromkeys(note.problems):
             ranks_with.setdefault(problem, []).append(rank)
     for problem, ranks in ranks_with.items():
-        yield problem if len(ranks) == len(notes) else f"{problem} (rank {format_ranks(ranks)})"
+        yield problem if len(ranks) == len(notes) else f"{problem} ({format_ranks(ranks)})"
     references: dict[str, tuple[int, Any]] = {}
     ranks_by_value: dict[tuple[str, str], list[int]] = {}
     for rank, note in enumerate(notes):
@@ -93,11 +94,11 @@ def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
             if value != references.setdefault(name, (rank, value))[1]:
                 ranks_by_value.setdefault((name, repr(value)), []).append(rank)
     for (name, value), ranks in ranks_by_value.items():
-        subject = f"rank {ranks[0]} has"
-        if len(ranks) > 1:
-            subject = f"ranks {format_ranks(ranks)} have"
+        verb = "has" if len(ranks) == 1 else "have"
         reference, expected = references[name]
-        yield f"{subject} {name}={value}, rank {reference} has {name}={expected!r}"
+        yield (
+            f"{format_ranks(ranks)} {verb} {name}={value}, rank {reference} has {name}={expected!r}"
+        )
     if not any(note.layers for note in notes):
         yield "the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"
 
@@ -113,15 +114,18 @@ def shorten(texts: Iterable[str]) -> list[str]:
     return [*distinct[:LISTED], f"and {len(distinct) - LISTED} more"]
 
 
-def format_ranks(ranks: Sequence[int]) -> str:
-    """Format ascending ranks as text, with consecutive ranks as "0-7"."""
+def format_ranks(numbers: Sequence[int], noun: str = "rank") -> str:
+    """Format ascending numbers, such as "rank 3", "ranks 0-7, 12", or the first `RUNS` runs."""
     runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append([rank])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+            runs.append([number])
+    texts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    if len(texts) > RUNS:
+        texts = [*texts[:RUNS], f"... ({len(numbers)} in all)"]
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(texts)}"
 
 
 class SwitchOnError(ValueError):

@@ -6,7 +6,6 @@ Needs no Megatron.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from megatron_hecate.megatron.rules import SettingSources
@@ -72,13 +71,11 @@ def holds_preprocess(settings: SettingSources) -> bool:
 
 
 def _names(value: Any) -> frozenset[str]:
-    """Return the names in a text, a list of texts or enumerators, or an enumerator of Bridge."""
+    """Return the names in a text, an enumerator, or a list of both."""
     if value is None:
         return frozenset()
     if isinstance(value, str):
         return frozenset(re.findall(r"\w+", value))
-    if isinstance(value, Mapping):
-        return frozenset({str(value.get("_name_", value))})
     if isinstance(value, list | tuple | set | frozenset):
         names: set[str] = set()
         for item in value:

@@ -225,7 +225,7 @@ class JobMemory:
 def _format_table(memory: RankMemory, lifetime: str, *, ranks: Sequence[int]) -> str:
     current = memory.by_lifetime[lifetime]
     lines = [
-        f"expert memory of rank {format_ranks(ranks)}: homes {_size(current.homes)} ({ASSUMED}: "
+        f"expert memory of {format_ranks(ranks)}: homes {_size(current.homes)} ({ASSUMED}: "
         f"weights {_size(current.weights)}, gradients {_size(current.grads)}, "
         f"optimizer {_size(current.optimizer)}); {_size(memory.free)} free now",
         f"  {'lifetime':<12}{'replicas, weights':>17}{'gradients':>12}"

@@ -58,7 +58,7 @@ def check_model(states: Sequence[LayerState], find_conflicts: Callable[[], Itera
             ranks_with[f"{name}: {text}"] = ranks
     if ranks_with:
         raise _refusal(
-            line if len(ranks) == group.size() else f"{line} (rank {format_ranks(ranks)})"
+            line if len(ranks) == group.size() else f"{line} ({format_ranks(ranks)})"
             for line, ranks in ranks_with.items()
         )
 

@@ -177,8 +177,7 @@ def _build_parts(model: Model, config: HecateConfig, problems: list[str]) -> lis
             for text in layer_problems:
                 refused.setdefault(text, []).append(layer.layer_number)
         for text, numbers in refused.items():
-            label = "layer" if len(numbers) == 1 else "layers"
-            problems.append(f"{label} {format_ranks(numbers)}: {text}")
+            problems.append(f"{format_ranks(numbers, 'layer')}: {text}")
     if config.rehome:
         problems += find_unknown_libraries()
     groups = sorted({part.ranks for part in parts})

@@ -20,9 +20,8 @@ import importlib
 import importlib.util
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from megatron_hecate import __version__, code_cache
 from megatron_hecate.config import FLAG
@@ -107,16 +106,6 @@ def explain_missing(error: ImportError) -> str:
         if (cause.name or "").partition(".")[0] == name or str(known_error) == str(cause):
             return _line_of(name, known_error)
     return ""
-
-
-def problems(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return a line for each setting of one job that FSSDP does not combine with, by its name.
-
-    Raises:
-        ValueError: for a value of the wrong type, such as quotes in YAML cause, or out of range.
-    """
-    (job,) = jobs.find_jobs(settings)
-    return judge(job.sources).refusals
 
 
 def _check_command_line(command_line: Sequence[str]) -> int:

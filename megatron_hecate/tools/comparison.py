@@ -127,7 +127,7 @@ def _doubts(
         slots = ", ".join(map(str, sorted(within)))
         setups = f"with --moe-fssdp-slots {slots}" if within else "with none of these slots"
         yield (
-            f"stock's largest rank load is {stock:.2f} times the mean, over "
+            f"stock's largest rank load in the record is {stock:.2f} times the mean, over "
             f"moe_expert_rank_capacity_factor={factor:g}, which the advice does not count; "
             f"{setups} the means of a step's microbatches stay within it; single microbatches may "
             "exceed it, and padding adds to them (docs/bound.md)"

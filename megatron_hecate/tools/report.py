@@ -89,22 +89,6 @@ def main(argv: Sequence[str]) -> int:
     return 2 if obstacles else 0
 
 
-def write(folder: Path, out: Path) -> list[str]:
-    """Write the page about the record in ``folder`` to ``out``; returns the page's summary.
-
-    Args:
-        folder: run folder.
-        out: path of the page.
-
-    Raises:
-        ValueError: for a folder without a record, or a record that cannot be read.
-        OSError: when ``out`` cannot be written.
-    """
-    content = page_content(Report.read(folder))
-    _write_page(content, out)
-    return _summary(content)
-
-
 def _summary(content: dict[str, Any]) -> list[str]:
     """Return the verdict, the sentences of the page, and the next command."""
     verdict = content["verdict"]
@@ -116,15 +100,20 @@ def _summary(content: dict[str, Any]) -> list[str]:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
     """Format one line for each figure, with a column for each run."""
-    shown = [
-        [f"{cell:,.5g}" if isinstance(cell, float) else str(cell) for cell in row] for row in rows
-    ]
-    columns = [heads, *shown]
+    columns = [heads, *([_format_cell(cell) for cell in row] for row in rows)]
     widths = [max(map(len, column)) for column in columns]
     return [
         "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         for line in zip(*columns, strict=True)
     ]
+
+
+def _format_cell(cell: Any) -> str:
+    if cell is None:
+        return "-"
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:,.0f}" if abs(cell) >= 1e4 else f"{cell:.5g}"
 
 
 def _write_page(content: dict[str, Any], out: Path) -> None:

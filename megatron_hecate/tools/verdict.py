@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_hecate.config import PREFIX, HecateConfig, check_names, check_slots
-from megatron_hecate.megatron.cuda_graphs import names_iteration
-from megatron_hecate.megatron.rules import Rule, SettingSources
+from megatron_hecate.megatron.cuda_graphs import OLD_NAMES, names_iteration
+from megatron_hecate.megatron.rules import Rule, SettingSources, is_set
 from megatron_hecate.switch_on import unsupported
 from megatron_hecate.switch_on.launcher import validate
 from megatron_hecate.tools.files.jobs import ROLES, Job
@@ -183,10 +183,14 @@ def _derive(settings: SettingSources) -> dict[str, Any]:
         layers = settings["cpu_offloading_num_layers"]
         fields["cpu_offloading"] = layers if isinstance(layers, Unknown) else bool(layers)
     # From 0.18 on Megatron captures the iteration wherever a scope or modules name it. Before,
-    # there are no modules, and a scope is idle without an implementation.
-    is_idle = settings["cuda_graph_modules"] is None and settings["cuda_graph_impl"] == "none"
+    # there are no modules, and a scope is idle with the implementation "none".
+    impl, parts = settings["cuda_graph_impl"], settings["cuda_graph_modules"]
+    is_idle = parts is None and impl == "none" and not any(settings[name] for name in OLD_NAMES)
+    unknown = parts if isinstance(parts, Unknown) else settings["cuda_graph_scope"]
     if names_iteration(settings) and not is_idle:
         fields["cuda_graph_impl"] = "full_iteration"
+    elif isinstance(unknown, Unknown) and not is_idle and not is_set(impl):
+        fields["cuda_graph_impl"] = unknown
     ranks = settings["tensor_model_parallel_size"] or 1
     expert_ranks = settings["expert_tensor_parallel_size"] or ranks
     for kind, size in (("", ranks), ("expert_", expert_ranks)):

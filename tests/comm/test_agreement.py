@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 from ranks import ranks
 
-from megatron_hecate.comm.agreement import LISTED, Note
+from megatron_hecate.comm.agreement import LISTED, Note, format_ranks
 
 
 @ranks(3)
@@ -41,3 +41,7 @@ def test_many_problems_are_counted() -> None:
     assert str(caught.value).splitlines()[1:] == [*lines[:LISTED], f"  - and {121 - LISTED} more"]
     with pytest.raises(ValueError, match=r"  - ranks 1-2 have slots=3, rank 0 has slots=2$"):
         Note(bad.settings, bad.layers).agree(timeout=20.0)
+    # so is a line: with expert parallelism every 8th rank may have the same problem
+    numbers = range(1, 16_384, 8)
+    assert format_ranks(numbers) == "ranks 1, 9, 17, 25, 33, 41, 49, 57, ... (2048 in all)"
+    assert format_ranks([3, 4, 5, 9], "layer") == "layers 3-5, 9" and format_ranks([0]) == "rank 0"

@@ -61,6 +61,36 @@ def test_names_as_users_write_them(check: Any, settings: dict) -> None:
 @pytest.mark.parametrize(
     ("settings", "refused"),
     [
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn", "moe_router"]}, ""),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_scope": "attn"}, ""),
+        ({"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["moe"]}, "cuda_graph_impl"),
+        ({"cuda_graph_modules": "full_iteration"}, "cuda_graph_impl"),
+        ({"moe_fssdp_rehome": 4, "exp_avg_dtype": "torch.uint8"}, "exp_avg_dtype"),
+        ({"moe_fssdp_rehome": 4, "exp_avg_dtype": "torch.bfloat16"}, ""),
+    ],
+)  # fmt: skip
+def test_objects_as_bridge_writes_them(check: Any, settings: dict, refused: str) -> None:
+    """Enumerators and data types of ``run_config.yaml``. Oracle: the same settings as texts."""
+
+    def as_object(value: Any) -> Any:
+        if isinstance(value, list):
+            return [as_object(item) for item in value]
+        if str(value).startswith("torch."):
+            return {"_target_": value, "_call_": False}
+        kind = "megatron.core.transformer.enums.CudaGraphModule"
+        return {"_target_": kind, "_call_": True, "_args_": [2], "_name_": value}
+
+    names = ("cuda_graph_modules", "cuda_graph_scope", "exp_avg_dtype")
+    objects = {key: as_object(v) if key in names else v for key, v in settings.items()}
+    ranks = {"expert_model_parallel_size": 8}
+    texts, said = (check({"model": {**ranks, **job}}) for job in (settings, objects))
+    assert said == texts and said[0] == (REFUSED if refused else ON)
+    assert refused in said[1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [
         ("fp8: e4m3", "fp8_recipe=None"),
         ("fp8: e4m3, mixed_precision.fp8_recipe: mxfp8", None),
         ("fp8: null, fp8_recipe: delayed", None),
@@ -277,6 +307,13 @@ def test_sizes_in_one_text(check: Any, backend: str, status: int) -> None:
         ("moe_fssdp_rehome: 4, ckpt_format: '${oc.env:X,a}'", "ckpt_format"),
         ("ckpt_format: '${X}'", ""),
         ("cuda_graph_impl: local, cuda_graph_modules: [attn, '${X}']", "cuda_graph_modules"),
+        # from 0.18 on both settings alone can ask for a graph of the iteration
+        *(
+            (f"cuda_graph_{name}: '${{X:-attn}}'", "cuda_graph_impl")
+            for name in ("modules", "scope")
+        ),
+        ("cuda_graph_impl: none, cuda_graph_modules: [attn, '${X}']", "cuda_graph_impl"),
+        ("cuda_graph_impl: none, cuda_graph_scope: '${X}'", ""),
         ("use_torch_fsdp2: true, moe_router_dtype: '${X}'", "moe_router_dtype"),
         ("cpu_offloading_num_layers: '$((A / 2))'", "cpu_offloading"),
     ],

@@ -6,11 +6,14 @@ the job applies to their result; literal lines for wrong words.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +24,7 @@ import torch
 from pretraining import ROOT
 
 from megatron_hecate.switch_on import unsupported
+from megatron_hecate.tools.verdict import judge
 
 pytestmark = [pytest.mark.fast, pytest.mark.newest]
 
@@ -127,6 +131,41 @@ def test_settings_that_megatron_derives(
     for lines in (judged(f"{BASE} {flags}"), said.splitlines() if status else []):
         names = [line.partition("with ")[2].partition("=")[0] for line in lines]
         assert tuple(RENAMED.get(name, name) for name in names) == refused
+
+
+def test_graphs_in_files_as_their_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All settings of CUDA graphs that Megatron accepts together. Oracle: its ``TransformerConfig``."""
+    from megatron.core.transformer import transformer_config
+
+    monkeypatch.setattr(transformer_config, "is_te_min_version", lambda *_, **__: True)
+    sizes: dict[str, Any] = dict(
+        expert_model_parallel_size=4, num_moe_experts=8, moe_grouped_gemm=True, num_layers=2
+    )
+    model = dict(sizes, hidden_size=64, num_attention_heads=4, add_bias_linear=False, bf16=True)
+    parts = (None, "full", "full_iteration", ["full_iteration"], ["attn"])
+    choices = dict(
+        cuda_graph_impl=(None, "none", "local", "transformer_engine", "full_iteration"),
+        cuda_graph_scope=parts,
+        cuda_graph_modules=parts,
+        enable_cuda_graph=(None, True),
+        external_cuda_graph=(None, True),
+    )
+    verdicts: Counter[bool] = Counter()
+    for values in itertools.product(*choices.values()):
+        pairs = zip(choices, values, strict=True)
+        graphs = {name: value for name, value in pairs if value is not None}
+        # such a scope is idle in older Megatron
+        if list(graphs) == ["cuda_graph_impl", "cuda_graph_scope"] and values[0] == "none":
+            continue
+        with contextlib.suppress(AssertionError, ValueError):
+            config: Any = None
+            config = transformer_config.TransformerConfig(**model, **graphs)
+        if config is not None:
+            verdict = judge([{**sizes, **graphs}])
+            assert not verdict.unknowns
+            assert bool(verdict.refusals) == bool(unsupported.find(config, slots=2)), graphs
+            verdicts[bool(verdict.refusals)] += 1
+    assert verdicts[True] > 20 and verdicts[False] > 10, verdicts
 
 
 def test_rules_about_our_flags(check: Any, judged: Any) -> None:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron_hecate.tools.files.spellings import Unknown, find_adapter, translate
+from megatron_hecate.tools.files.spellings import Unknown, find_adapter, read_object, translate
 
 # sections of Bridge's configuration, and of Megatron's functional tests
 SECTIONS = {"model", "transformer", "mixed_precision", "ddp", "dist", "MODEL_ARGS"}
@@ -118,8 +118,11 @@ def find_jobs(mapping: Mapping[str, Any]) -> list[Job]:
 
 def _flatten(value: Any, path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
     """Yield the dotted key and the value of each setting in nested maps, and in lists of maps."""
-    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        value = dict(enumerate(value))
+    value = read_object(value)
+    if isinstance(value, list):
+        value = [read_object(item) for item in value]
+        if any(isinstance(item, Mapping) for item in value):
+            value = dict(enumerate(value))
     if isinstance(value, Mapping):
         for key, item in value.items():
             # overrides of Hydra begin with + or ~, flags with --

@@ -87,6 +87,15 @@ def translate(key: str, value: Any) -> dict[str, Any]:
     return {ALIASES.get(name, name): value}
 
 
+def read_object(value: Any) -> Any:
+    """Return the name of an enumerator, or of a data type, that Megatron-Bridge writes as a map."""
+    if isinstance(value, Mapping) and "_name_" in value:
+        return value["_name_"]
+    if isinstance(value, Mapping) and value.get("_call_") is False:
+        return value.get("_target_")
+    return value
+
+
 def find_adapter(settings: Mapping[str, Any]) -> str | Unknown | None:
     """Return the setting that asks for an adapter, `Unknown` if a variable decides, or ``None``."""
     candidates = [*_by_section(settings), *_by_name(settings), *_by_recipe(settings)]
