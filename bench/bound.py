@@ -10,6 +10,7 @@ iterations in which any layer of any microbatch exceeds the factor, without the 
 Memory, by arithmetic from recipes' sizes, on the first pipeline stage: what autograd keeps of a row
 of MXFP8 fused experts (columnwise fp8 inputs of both GEMMs, bf16 output of the first, probability),
 for all layers and microbatches in flight; and the tensors of one layer's forward and backward.
+Against it stand the replicas' MXFP8 weights and bf16 gradients, by both lifetimes.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import torch
 
+from megatron_hecate.comm.transport import LayerBuffer
 from megatron_hecate.plan import CopyCost, Placement, World, largest_load, load_limit, plan_replicas
 from megatron_hecate.plan.cost import worst_padding
+from megatron_hecate.replicas.buffers import buffer_sizes
 from megatron_hecate.step.forecast import LoadHistory
 
 DATA = Path(__file__).parent / "data"
@@ -30,18 +34,20 @@ FACTORS = (1.15, 1.25, 1.5)
 # bytes of MXFP8 per element, with scales
 MXFP8 = 1 + 1 / 32
 ALIGNMENT = 256
-# name, hidden and FFN width, EP, homes of a rank, rows (tokens of a rank times top-k), layers times
-# microbatches in flight, the recipe's factor, GPU and host part of its stash; None without a stash
+BF16 = torch.bfloat16
+# name, hidden and FFN width, EP, homes of a rank, rows (tokens of a rank times top-k), layers of a
+# rank, layers times microbatches in flight, the recipe's factor, GPU and host part of its stash
+# (None without one)
 RECIPES = (
-    ("DeepSeek-V3, GB200", 7168, 2048, 64, 4, 32768, 80, 1.5, (1.2, 1.0)),
-    ("DeepSeek-V3, GB300", 7168, 2048, 32, 8, 32768, 69.75, 1.5, (1.2, 1.0)),
-    ("DeepSeek-V3, B300", 7168, 2048, 8, 32, 32768, 96, 1.5, (1.2, 1.0)),
-    ("Qwen3-235B, GB200", 4096, 1536, 32, 4, 32768, 128, 1.5, (1.2, 1.0)),
-    ("Qwen3-235B, GB300", 4096, 1536, 32, 4, 65536, 104, 1.5, (1.2, 1.0)),
-    ("Qwen3-30B, GB200", 2048, 768, 8, 16, 131072, 96, 1.5, (1.2, 1.0)),
-    ("GPT-OSS-120B, GB200", 2880, 2880, 64, 2, 65536, 72, 1.5, (1.2, 1.0)),
-    ("GPT-OSS-20B, B300", 2880, 2880, 4, 8, 16384, 24, 5.0, None),
-    ("GPT-OSS-20B, GB200", 2880, 2880, 8, 4, 4096, 24, 7.0, None),
+    ("DeepSeek-V3, GB200", 7168, 2048, 64, 4, 32768, 16, 80, 1.5, (1.2, 1.0)),
+    ("DeepSeek-V3, GB300", 7168, 2048, 32, 8, 32768, 31, 69.75, 1.5, (1.2, 1.0)),
+    ("DeepSeek-V3, B300", 7168, 2048, 8, 32, 32768, 8, 96, 1.5, (1.2, 1.0)),
+    ("Qwen3-235B, GB200", 4096, 1536, 32, 4, 32768, 12, 128, 1.5, (1.2, 1.0)),
+    ("Qwen3-235B, GB300", 4096, 1536, 32, 4, 65536, 24, 104, 1.5, (1.2, 1.0)),
+    ("Qwen3-30B, GB200", 2048, 768, 8, 16, 131072, 48, 96, 1.5, (1.2, 1.0)),
+    ("GPT-OSS-120B, GB200", 2880, 2880, 64, 2, 65536, 36, 72, 1.5, (1.2, 1.0)),
+    ("GPT-OSS-20B, B300", 2880, 2880, 4, 8, 16384, 24, 24, 5.0, None),
+    ("GPT-OSS-20B, GB200", 2880, 2880, 8, 4, 4096, 24, 24, 7.0, None),
 )
 # largest rank load that the first table allows for, by EP, with four slots up to EP 8, else two
 BALANCE = {4: 1.25, 8: 1.15, 16: 1.15, 32: 1.1, 64: 1.1}
@@ -102,9 +108,12 @@ def print_balance() -> None:
 
 def print_memory() -> None:
     """Print the memory of a rank's expert buffers under recipes' factors and under ours."""
-    heads = "recipe | EP | factor | saved: today, GPU + host | saved: ours, no stash"
-    print(f"\n| {heads} | live | GPU memory won, before replicas |\n|---|---|---|---|---|---|---|")
-    for name, hidden, ffn, ep, homes, rows, in_flight, today, stash in RECIPES:
+    heads = "recipe | EP | factor | saved: today, GPU + host | saved: ours, no stash | live"
+    heads += (
+        " | won, before replicas | replicas: iteration; layer | won, layer | won, layer, advised"
+    )
+    print(f"\n| {heads} |\n|---|---|---|---|---|---|---|---|---|---|")
+    for name, hidden, ffn, ep, homes, rows, layers, in_flight, today, stash in RECIPES:
         saved = hidden * MXFP8 + 2 * ffn * 2 + ffn * MXFP8 + 4
         forward = 2 * hidden * 2 + 2 * hidden * MXFP8 + 2 * ffn * 2 + 2 * ffn * MXFP8
         backward = 2 * hidden * 2 + 2 * hidden * MXFP8 + saved + 4 * ffn * MXFP8
@@ -115,10 +124,24 @@ def print_memory() -> None:
         padding = worst_padding(rows=rows, experts=homes + slots, alignment=ALIGNMENT)
         ours = BALANCE[ep] + padding
         on_gpu, on_host = stash or (today, 0.0)
-        won = unit * (on_gpu - ours) + live * (today - ours)
+        won, advised = (
+            unit * (on_gpu - factor) + live * (today - factor)
+            for factor in (ours, padding + (1.25 if ep <= 8 else 1.2))
+        )
+        elements = 3 * hidden * ffn
+        buffer = LayerBuffer(
+            slots, elements, BF16, homes, round(elements * 2 * MXFP8), grad_dtype=BF16
+        )
+        kept, shared = (
+            sum(map(sum, buffer_sizes([buffer] * layers, lifetime))) / 2**30
+            for lifetime in ("iteration", "layer")
+        )
         cells = f"{today} → {BALANCE[ep]} + {padding:.2f} | {unit * on_gpu:.1f} + "
         cells += f"{unit * on_host:.1f} | {unit * ours:.1f}"
-        print(f"| {name} | {ep} | {cells} | {live * today:.1f} → {live * ours:.1f} | {won:+.1f} |")
+        cells += (
+            f" | {live * today:.1f} → {live * ours:.1f} | {won:+.1f} | {kept:.1f}; {shared:.1f}"
+        )
+        print(f"| {name} | {ep} | {cells} | {won - shared:+.1f} | {advised - shared:+.1f} |")
 
 
 if __name__ == "__main__":

@@ -41,10 +41,15 @@ settings accepts the changed ones (`test_the_overrides_that_are_named_switch_it_
 """
 
 
+def refused(recipe: dict) -> dict[str, str]:
+    """Return a line for each setting that FSSDP does not combine with, by its name."""
+    return judge(find_jobs(recipe)[0].sources).refusals
+
+
 def page() -> str:
     """Format the whole page."""
     recipes = json.loads(RECIPES.read_text())
-    verdicts = [(recipe, judge(find_jobs(recipe)[0].sources).refusals) for recipe in recipes]
+    verdicts = [(recipe, refused(recipe)) for recipe in recipes]
     parts = [HEAD, "## Jobs that switch on\n", _counts(verdicts), "\n## Unsupported settings\n"]
     parts += [_reasons(verdicts), "\n## Unsupported jobs\n", _unsupported(verdicts)]
     return "\n".join(parts)

@@ -95,10 +95,8 @@ def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
                 ranks_by_value.setdefault((name, repr(value)), []).append(rank)
     for (name, value), ranks in ranks_by_value.items():
         verb = "has" if len(ranks) == 1 else "have"
-        reference, expected = references[name]
-        yield (
-            f"{format_ranks(ranks)} {verb} {name}={value}, rank {reference} has {name}={expected!r}"
-        )
+        first, expected = references[name]
+        yield f"{format_ranks(ranks)} {verb} {name}={value}, rank {first} has {name}={expected!r}"
     if not any(note.layers for note in notes):
         yield "the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"
 

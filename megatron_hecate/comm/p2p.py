@@ -58,11 +58,11 @@ class P2P:
 
     def extra_bytes(self, layers: Sequence[LayerBuffer]) -> int:
         """Return the bytes of the staging buffer: gradients that arrive at once, and their sum."""
-        needs = [
-            (_arriving(layer.elements, layer.grad_dtype) + 1)
-            * LayerBuffer.aligned(layer.elements, layer.grad_dtype)
-            for layer in layers
-        ]
+        needs = []
+        for layer in layers:
+            dtype = torch.promote_types(layer.grad_dtype, torch.float32)
+            chunks = _arriving(layer.elements, dtype) + 1
+            needs.append(chunks * LayerBuffer.aligned(layer.elements, dtype))
         return max(needs)
 
     def allocate(self, size: int, layers: Sequence[LayerBuffer], device: torch.device) -> Tensor:

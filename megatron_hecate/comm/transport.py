@@ -140,6 +140,7 @@ class LayerBuffer:
         homes: experts that this rank owns; each may be sent.
         stored_bytes: bytes of one chunk's weights where they are quantized and sent as bytes;
             else 0.
+        grad_dtype: data type in which gradients of replicas are accumulated and sent.
     """
 
     slots: int
@@ -147,6 +148,7 @@ class LayerBuffer:
     dtype: torch.dtype
     homes: int
     stored_bytes: int = 0
+    grad_dtype: torch.dtype = torch.float32
 
     @cached_property
     def weights(self) -> tuple[int, torch.dtype]:
@@ -160,11 +162,6 @@ class LayerBuffer:
         """Bytes of one replica's weights."""
         elements, dtype = self.weights
         return elements * dtype.itemsize
-
-    @cached_property
-    def grad_dtype(self) -> torch.dtype:
-        """Data type in which gradients are sent and summed: fp32 for bf16 weights."""
-        return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def weight_bytes(self) -> int:

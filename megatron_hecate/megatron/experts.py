@@ -89,6 +89,15 @@ class PhysicalExperts:
         """Data type of the parameters."""
         return self.first[0].dtype
 
+    @property
+    def grad_dtype(self) -> torch.dtype:
+        """Data type of the replicas' gradients: fp32 for bf16 weights without fused GEMMs."""
+        grad = getattr(self.first[0], "main_grad", None)
+        if self.layout.fuses_any and grad is not None:
+            # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
+            return grad.dtype
+        return torch.promote_types(self.dtype, torch.float32)
+
     def are_trained(self) -> bool:
         """Return whether the experts are trained, and not frozen.
 

@@ -120,8 +120,17 @@ def stock_shape(layer: MoELayer) -> LayerShape:
     size = getattr(layer.config, "moe_latent_size", None) or layer.config.hidden_size
     return LayerShape(
         expert_bytes=elements * width,
-        grad_bytes=elements * max(4, width),
+        grad_bytes=elements * grad_width(layer),
         token_bytes=size * width,
         token_flops=2.0 * elements,
         microbatches=num_microbatches() or 1,
     )
+
+
+def grad_width(layer: MoELayer) -> int:
+    """Return the bytes of one element of a replica's gradient, as far as DDP has made any."""
+    parameter = next(layer.experts.parameters())
+    grad = getattr(parameter, "main_grad", None)
+    if layer.config.gradient_accumulation_fusion and grad is not None:
+        return grad.element_size()
+    return max(4, parameter.element_size())

@@ -103,6 +103,8 @@ class LayerRecorder(StepEvents):
     def iteration_begins(self, iteration: int) -> None:
         # Called after the prefetcher, which has collected the loads of the iteration before.
         self._number = iteration
+        # DDP has made main gradients since the hook.
+        self.stage.info.shape["grad_bytes"] = self._states[0].shape(1).grad_bytes
         if self.counts is not None:
             # Evaluation may have noted loads since the sum.
             self.counts.noted.zero_()

@@ -34,7 +34,7 @@ from megatron_hecate.megatron.training_globals import running_iteration
 from megatron_hecate.megatron.training_state import captures_graph, name_of_layer
 from megatron_hecate.plan import CPU, H100, Speeds, World
 from megatron_hecate.record.job_metrics import JobMetrics
-from megatron_hecate.record.job_sizes import folder_of_model, stage_info, stock_shape
+from megatron_hecate.record.job_sizes import folder_of_model, grad_width, stage_info, stock_shape
 from megatron_hecate.record.recorder import Columns, StageRecorder
 from megatron_hecate.record.token_counts import TokenCounts, over_mean, sum_fullest
 from megatron_hecate.step.clock import Clock
@@ -139,6 +139,8 @@ class Observer:
         self, layers: list[MoELayer], names: list[str], *, speeds: Speeds, folder: str
     ) -> None:
         first = layers[0]
+        # The layer refers to its router, and so to this object.
+        self._first = weakref.ref(first)
         self._group = first.token_dispatcher.tp_ep_group
         ranks = first.ep_group.size()
         self.clock = Clock([1] * len(layers), read_number=running_iteration)
@@ -220,6 +222,10 @@ class Observer:
         """Record the sums that are ready; return whether no sum is in flight."""
         while self._sums and self._sums[0][2].ready:
             iteration, end, total = self._sums.popleft()
+            # DDP has made main gradients since the hook.
+            if (layer := self._first()) is not None:
+                shape = self.stage.info.shape
+                shape["grad_bytes"] = shape["token_flops"] / 2 * grad_width(layer)
             self.stage.take(iteration, functools.partial(self._columns, end, total.read()))
         return not self._sums
 

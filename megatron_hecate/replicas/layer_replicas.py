@@ -211,13 +211,7 @@ class Replicas:
     def _grads(self) -> list[Tensor]:
         """Return the gradient accumulators, [elements] per slot."""
         sizes = self.slots.sizes
-        experts = self.slots.experts
-        dtype = sizes.grad_dtype
-        if experts.layout.fuses_any:
-            # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
-            home = experts.first[0]
-            dtype = getattr(home, "main_grad", home).dtype
-        return self._grad_buffer.chunks(sizes.slots, sizes.elements, dtype)
+        return self._grad_buffer.chunks(sizes.slots, sizes.elements, sizes.grad_dtype)
 
     def join(
         self, hidden: Tensor, joined_homes: tuple[PendingGradients, Tensor] | None = None

@@ -57,7 +57,7 @@ class ExpertMemory:
         nccl_bytes: int = 0,
         trained: float = 1.0,
     ) -> ExpertMemory:
-        """Estimate the memory of experts that Adam trains with fp32 gradients.
+        """Estimate the memory of experts that Adam trains, with main gradients like replicas'.
 
         Args:
             layers: sizes of every MoE layer of the rank.
@@ -72,7 +72,7 @@ class ExpertMemory:
         optimizer_bytes = 8 if layers[0].dtype is torch.float32 else 12
         return cls(
             weights=sum(layer.homes * layer.chunk_bytes for layer in layers),
-            grads=round(parameters * trained) * 4,
+            grads=round(parameters * trained) * layers[0].grad_dtype.itemsize,
             optimizer=round(parameters * trained) * optimizer_bytes,
             replica_weights=replica_weights,
             replica_grads=replica_grads,

@@ -90,6 +90,7 @@ class LayerParts:
             dtype or self.experts.dtype,
             self.experts.num_homes,
             stored_bytes,
+            torch.promote_types(dtype, torch.float32) if dtype else self.experts.grad_dtype,
         )
 
 
@@ -160,7 +161,7 @@ class LayerState(Uncopied):
         # True if a schedule of Megatron ran the last forward. Stored, because a backward may run in
         # a thread without the schedule's stack.
         self.in_schedule = True
-        self._shapes: dict[tuple[int, bool, torch.dtype], LayerShape] = {}
+        self._shapes: dict[tuple[int, bool, torch.dtype, torch.dtype], LayerShape] = {}
         # Replicas of the microbatches whose backward has not run, one entry per pass, oldest first:
         # Megatron's schedules preserve the order.
         self._in_flight: deque[Replicas | None] = deque()
@@ -207,8 +208,9 @@ class LayerState(Uncopied):
 
     def shape(self, microbatches: int) -> LayerShape:
         """Return the layer's sizes for the cost model, for iterations of ``microbatches``."""
-        # A cast changes the parameters after the conversion.
-        inputs = (microbatches, self.in_schedule, self.parts.experts.dtype)
+        # A cast and DDP's main gradients come after the conversion.
+        experts = self.parts.experts
+        inputs = (microbatches, self.in_schedule, experts.dtype, experts.grad_dtype)
         if inputs not in self._shapes:
             self._shapes[inputs] = self._compute_shape(microbatches)
         return self._shapes[inputs]
@@ -225,8 +227,7 @@ class LayerState(Uncopied):
         least = 0 if self.in_schedule else 1
         return LayerShape(
             expert_bytes=self.parts.experts.chunk_bytes,
-            # gradients are transferred in fp32
-            grad_bytes=sum(p.numel() * max(4, p.element_size()) for p in expert),
+            grad_bytes=self.parts.experts.layout.elements * self.parts.experts.grad_dtype.itemsize,
             token_bytes=token_width * expert[0].element_size(),
             # a matrix costs 2 FLOPs per element and token
             token_flops=sum(2.0 * p.numel() for p in expert if p.dim() > 1),

@@ -351,8 +351,9 @@ class Prefetcher(Uncopied, StepEvents):
 
     def _allocate(self) -> None:
         """Allocate the buffers, unless they are there, and no layer has been cast since."""
-        dtypes = [state.parts.experts.dtype for state in self.states]
-        if dtypes == [layer.dtype for layer in self.pool.layers]:
+        experts = (state.parts.experts for state in self.states)
+        dtypes = [(layer.dtype, layer.grad_dtype) for layer in experts]
+        if dtypes == [(layer.dtype, layer.grad_dtype) for layer in self.pool.layers]:
             return
         layers = [state.parts.buffer(state.config.slots) for state in self.states]
         self.pool.allocate(layers, next(self._experts[0].parameters()).device)

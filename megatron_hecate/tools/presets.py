@@ -31,6 +31,7 @@ class Model:
         plain, plain_ffn: number of layers without experts, and their ffn size.
         matrices: hidden x ffn matrices of an expert.
         weight_bytes: bytes of one parameter of an expert.
+        grad_bytes: bytes of one element of main gradients, and of replicas' gradients.
     """
 
     layers: int
@@ -47,6 +48,7 @@ class Model:
     plain_ffn: int = 0
     matrices: int = 3
     weight_bytes: int = 2
+    grad_bytes: int = 4
 
     @classmethod
     def named(cls, text: str) -> Model:
@@ -96,7 +98,7 @@ class Model:
         width = self.weight_bytes
         sizes = dict(
             expert_bytes=width * elements,
-            grad_bytes=max(4, width) * elements,
+            grad_bytes=self.grad_bytes * elements,
             token_bytes=width * self.hidden,
         )
         return LayerShape(**sizes, token_flops=2.0 * elements, **options)

@@ -236,6 +236,7 @@ class Run(PricedRecord):
             ffn=max(1, round(elements / hidden)),
             matrices=1,
             weight_bytes=width,
+            grad_bytes=max(1, round(shape["grad_bytes"] / elements)),
             experts=self.info.num_experts,
             top_k=self.info.top_k,
             attention=attention,

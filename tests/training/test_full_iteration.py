@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import budgeted
+import dense_routes
 import flex_backends
 import graphs_on_cpu
 import numpy as np
@@ -22,7 +23,7 @@ import tiny_gpt
 import torch.distributed as dist
 from graph_calls import first_difference
 from graph_capture import Graph
-from layouts import COMBINED, flex
+from layouts import COMBINED, MTP, flex
 from quick import quick
 from ranks import ranks
 
@@ -40,15 +41,18 @@ BUDGET = dict(moe_expert_rank_capacity_factor=2.0)
 
 
 class _Plans:
-    """Placements of all layers in each step."""
+    """Placements of all layers in each step, and in the step that captured each graph, by number of graphs."""
 
     def __init__(self) -> None:
         self.distinct: set[tuple] = set()
+        self.captured: dict[int, tuple] = {}
 
     def before_step(self, chunks: list, step: int) -> None:
         tiny_gpt.move_skew_sometimes(chunks, step)
         layers = tiny_gpt.moe_layers(chunks)
-        self.distinct.add(tuple(layer.fssdp.placement.table.tobytes() for layer in layers))
+        plans = tuple(layer.fssdp.placement.table.tobytes() for layer in layers)
+        self.distinct.add(plans)
+        self.captured.setdefault(len(Graph.made), plans)
 
 
 def _eager(case: Any, *, plans: _Plans | None = None, **hook: Any) -> Any:
@@ -94,6 +98,9 @@ TWO: dict[str, dict[str, Any]] = {
     "2 microbatches": dict(accumulate=2),
     "4 microbatches": dict(accumulate=4),
     "overlaps": dict(accumulate=2, **OVERLAPS),
+    "bf16 main gradients, overlaps": dict(accumulate=2, grad_reduce_in_fp32=False, **OVERLAPS),
+    "routes as indices": dict(accumulate=2, dense=True),
+    "MTP": dict(accumulate=2, model=MTP),
     "combined schedule": dict(accumulate=4, model=COMBINED),
     "combined schedule, overlaps": dict(accumulate=4, model=COMBINED, **OVERLAPS),
     "lifetime layer": dict(accumulate=2, model=dict(num_layers=4), lifetime="layer"),
@@ -106,8 +113,10 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 
 
-def _check(accumulate: int, lifetime: str = "iteration", **fields: Any) -> None:
-    case = _case(accumulate=accumulate, **fields)
+def _check(lifetime: str = "iteration", dense: bool = False, **fields: Any) -> None:
+    case = _case(**fields)
+    if dense:
+        dense_routes.install()
     eager = _all_gathered(case, lifetime=lifetime)
     layer.gather_rows = None  # a graph needs no collective for the loads
     plans = _Plans()
@@ -176,7 +185,7 @@ def test_overflow_in_evaluation() -> None:
     settings |= dict(hook=tiny_gpt.fssdp_hook(transport="nvlink"))
     eager, eager_again = budgeted.train(case, **settings)
     graphed, graphed_again = budgeted.train(_switch_to_graphs(case), **settings)
-    assert tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME
+    assert tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME and Graph.made
     trained = [
         [*again].count(step) - 4 for again in (eager_again, graphed_again) for step in range(4)
     ]
@@ -193,6 +202,7 @@ def test_no_replicas_is_stock() -> None:
     hook = tiny_gpt.fssdp_hook(transport="nvlink", speeds=None)
     graphed = tiny_gpt.train(_switch_to_graphs(case), hook=hook, **settings)
     assert not graphed.replicas and tiny_gpt.difference(stock, graphed) == tiny_gpt.SAME
+    assert [graph.replays for graph in Graph.made] == [4]
 
 
 class _Metrics(_Plans):
@@ -216,6 +226,7 @@ def test_metrics_of_one_rank() -> None:
     eager = _eager(case, plans=expected)
     graphed = _graphed(case, plans=metrics)
     assert tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME and metrics.read == expected.read
+    assert [graph.replays for graph in Graph.made] == [STEPS - 1]
     graphed.zero()
     assert all(layer.routed_tokens > 0 for layer in megatron_hecate.layer_metrics(graphed.chunks))
     graphed.step(STEPS)
@@ -236,18 +247,21 @@ def test_records() -> None:
         np.testing.assert_array_equal(graphed[name], expected[name], err_msg=name)
     plans = {tables.tobytes() for tables in expected["replica"]}
     assert len(expected["iteration"]) == STEPS and len(plans) > 2
+    assert [graph.replays for graph in Graph.made] == [STEPS - 1]
 
 
 @ranks(2, timeout=600)
 def test_captures_under_two_plans_are_equal() -> None:
     """The same launches with the same arguments: no plan is in a graph."""
-    graphed = _eager(_switch_to_graphs(_case(accumulate=2)))
-    tiny_gpt.get_forward_backward_func().reset_cuda_graph("training")
     plans = _Plans()
+    graphed = _eager(_switch_to_graphs(_case(accumulate=2)), plans=plans)
+    tiny_gpt.get_forward_backward_func().reset_cuda_graph("training")
     for step in range(STEPS, STEPS + 2):
         plans.before_step(graphed.chunks, step)
         graphed.step(step)
+    plans.before_step(graphed.chunks, STEPS)
     first, second = Graph.made
+    assert plans.captured[1] != plans.captured[2]
     assert first_difference(first, second) is None
     counts = Counter(call.name.split()[1] for call in first.calls if call.name.startswith("kernel"))
     assert counts["fssdp_gather"] == counts["fssdp_reduce_32_32"] == 2, "one of each per layer"

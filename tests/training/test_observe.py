@@ -5,6 +5,7 @@ Oracle: stock Megatron, bit for bit; the routing maps its dispatcher is given, c
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import socket
@@ -22,6 +23,8 @@ from quick import quick
 from ranks import ranks
 from routed_tokens import RoutedTokens, recorded_run
 
+import megatron_hecate
+from megatron_hecate.comm.transport import ALIGNMENT
 from megatron_hecate.tools.job_settings import JobSettings
 from megatron_hecate.tools.run import Run
 from megatron_hecate.tools.what_if import make_parser
@@ -30,6 +33,7 @@ from megatron_hecate.tools.what_if import make_parser
 LAYOUT_NAMES = """ep2 distopt-overlap recompute-full recompute-moe group-limited-topk-global-aux-loss
     sinkhorn expert-bias top3-seq-aux-loss capacity capacity-padded allgather tp2-etp1
     ep-comm-overlap one-expert""".split()
+BF16_MAIN_GRADS = "tensors-bf16-main-grads"
 QUICK = "alone ep2 distopt-overlap recompute-full expert-bias capacity-padded tp2-etp1".split()
 
 
@@ -90,6 +94,35 @@ def test_training_is_stock_bit_for_bit_and_what_it_routed_is_recorded(name: str)
         assert (job["ranks"], job["pp"], job["hidden"]) == (2, 1, layers[0].config.hidden_size)
         assert job["dispatcher"] == layers[0].config.moe_token_dispatcher_type
         _check_simulated(routed.folder, layers)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("in_fp32", [False, True], ids=["bf16", "fp32"])
+@ranks(2, preload=LAYOUTS[BF16_MAIN_GRADS].packages)
+def test_gradients_of_replicas_have_the_type_of_main_gradients(in_fp32: bool) -> None:
+    """Their memory, their price and records, where GEMMs are fused. Oracle: sizes of main gradients, which DDP has
+    allocated."""
+    case, prepare = variants.case_of(LAYOUTS[BF16_MAIN_GRADS])
+    case = dataclasses.replace(case, grad_reduce_in_fp32=in_fp32)
+    for kind in ("observed", "fssdp"):
+        folder = f"{os.environ['TEST_FOLDER']}/{kind}"
+        settings = dict(observe=True) if kind == "observed" else {}
+        hook = tiny_gpt.fssdp_hook(record=folder, **settings)
+        run = tiny_gpt.train(case, hook=lambda chunks, hook=hook: hook(prepare(chunks)))
+        layers = tiny_gpt.moe_layers(run.chunks)
+        homes = list(layers[0].experts.parameters())
+        grads = sum(p.main_grad.nbytes for p in homes) // layers[0].num_local_experts
+        assert {p.main_grad.itemsize for p in homes} == {4 if in_fp32 else 2}
+        info = recorded_run(run.chunks, folder).info
+        assert info.shape["grad_bytes"] == grads, kind
+        if dist.get_rank() == 0:
+            assert Run.read(folder).model.shape().grad_bytes == pytest.approx(grads, rel=0.01)
+    states = [layer.fssdp for layer in layers]
+    assert run.replicas and {state.shape(2).grad_bytes for state in states} == {grads}
+    weights = sum(p.nbytes for p in homes) // layers[0].num_local_experts
+    padded = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (weights, grads))
+    staged = states[0].transport.extra_bytes(states[0].slots.pool.layers)
+    assert megatron_hecate.release(run.chunks) == len(layers) * 2 * padded + staged
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

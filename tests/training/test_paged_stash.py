@@ -17,7 +17,7 @@ import pytest
 import stash_on_cpu
 import tiny_gpt
 from graph_capture import Graph
-from layouts import COMBINED, DELAYED, FUSED_WGRAD, INTERLEAVED, SHARDED, flex, layers
+from layouts import COMBINED, DELAYED, FUSED_WGRAD, INTERLEAVED, MTP, SHARDED, flex, layers
 from quick import quick
 from ranks import ranks
 
@@ -31,6 +31,8 @@ CASES: dict[str, tuple[int, dict, dict, str]] = {
     "combined schedule": (2, dict(accumulate=4), COMBINED, "iteration"),
     "delayed": (2, dict(accumulate=4, **SHARDED), DELAYED, "iteration"),
     "lifetime layer": (2, dict(accumulate=2), layers(4), "layer"),
+    "bf16 main gradients": (2, dict(accumulate=2, grad_reduce_in_fp32=False), {}, "iteration"),
+    "MTP": (2, dict(accumulate=2), MTP, "iteration"),
     "PP 2, VPP 2": (4, dict(INTERLEAVED, **SHARDED), {}, "iteration"),
 }
 
@@ -46,10 +48,11 @@ def _case(fields: dict, *, backend: str = "hybridep", **model: Any) -> Any:
     return tiny_gpt.initialized(bf16=True, grouped=True, settings=settings, **fields)
 
 
-def _stashing(case: Any, factor: float = 2.0) -> Any:
-    """``case`` with pages for ``factor`` times the activations of balanced experts."""
+def _stashing(case: Any, factor: float = 3.0, host: float = 0.0) -> Any:
+    """``case`` with pages for ``factor`` times the activations of balanced experts, and more on the ``host``."""
     stash = dict(moe_paged_stash=True, moe_paged_stash_page_size=8)
     stash |= dict(moe_paged_stash_buffer_size_factor_cuda=factor)
+    stash |= dict(moe_paged_stash_buffer_size_factor_cpu=host)
     return dataclasses.replace(case, settings=dict(case.settings) | stash)
 
 
@@ -122,3 +125,18 @@ def test_pages_run_out() -> None:
     assert eager.replicas and tiny_gpt.difference(eager, graphed) == tiny_gpt.SAME
     assert stock_again == [1, 4, 5, 6, 7, 8] and eager_again == graphed_again == [4, 6, 8]
     assert len(Graph.made) > 1, "captured anew"
+
+
+@ranks(2, preload="te-blackwell", timeout=600)
+def test_pages_of_the_host() -> None:
+    """They hold what the GPU's pages do not, as in recipes, so that no step is run again."""
+    case = _case(dict(accumulate=2))
+    hook = tiny_gpt.fssdp_hook(transport="nvlink")
+    plain, _, _ = _train(case, hook, steps=9)
+    case = _stashing(case, 0.75, host=2.0)
+    for prepare in (dataclasses.replace, _capturing):
+        run, again, stashed = _train(prepare(case), hook, steps=9)
+        assert not again and tiny_gpt.difference(plain, run) == tiny_gpt.SAME
+        assert 0 < len(stash_on_cpu.spilled) < stashed
+    (graph,) = Graph.made
+    assert graph.replays == 9 - WARMUP

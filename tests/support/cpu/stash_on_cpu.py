@@ -12,8 +12,9 @@ import torch
 from graph_capture import one_kernel
 from torch import Tensor
 
-# rows that were stashed, by this process
+# rows that were stashed, and which of them on the host, by this process
 stashed: list[int] = []
+spilled: list[int] = []
 
 
 def install() -> None:
@@ -29,6 +30,7 @@ def forget() -> None:
 
     PagedStashManager.STASH_MGR = None
     stashed.clear()
+    spilled.clear()
 
 
 class _Launched:
@@ -85,6 +87,7 @@ def _copy(
     (memory, host_memory)[place][_rows(record[:needed], page_size, len(rows))] = rows
     new_head[place] += needed
     stashed.append(len(rows))
+    spilled.extend([len(rows)] * place)
 
 
 @one_kernel

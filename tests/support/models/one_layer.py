@@ -148,7 +148,8 @@ def allocate(
     transport: Transport, device: torch.device, dtype: torch.dtype, *, layers: int = 1
 ) -> list[Layer]:
     """As a model of so many layers does, whose replicas share nothing."""
-    buffer = LayerBuffer(slots=SLOTS, elements=ELEMENTS, dtype=dtype, homes=HOMES)
+    grad_dtype = torch.promote_types(dtype, torch.float32)
+    buffer = LayerBuffer(SLOTS, ELEMENTS, dtype, HOMES, grad_dtype=grad_dtype)
     size = buffer.weight_bytes + buffer.grad_bytes
     memory = transport.allocate(layers * size, [buffer] * layers, device)
     assert memory.shape == (layers * size,) and memory.dtype is torch.uint8
