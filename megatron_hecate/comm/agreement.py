@@ -102,10 +102,7 @@ def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
 
 
 def shorten(texts: Iterable[str]) -> list[str]:
-    """Return the first `LISTED` distinct texts, and the number of further ones.
-
-    The result is small enough for all ranks of a large job to read.
-    """
+    """Return the first `LISTED` distinct texts, which all ranks read, and the number of others."""
     distinct = list(dict.fromkeys(texts))
     if len(distinct) <= LISTED:
         return distinct

@@ -75,7 +75,8 @@ class Proposal:
         transport = connection.transport
         is_graphed = parts and captures_iteration(SettingSources(parts[0].layer.config))
         if is_graphed and config.slots and transport and not transport.is_capturable:
-            frozen = unsupported.FROZEN.format(connection.name)
+            by_name = {"nvlink": "nvlink between several NVLink domains"}
+            frozen = unsupported.FROZEN.format(by_name.get(connection.name, connection.name))
             problems.append(f"cuda_graph_impl=full_iteration: {frozen}; {unsupported.UNFROZEN}")
         return cls(model, config, parts, speeds, connection, problems)
 

@@ -5,14 +5,18 @@ Oracle: the unconverted model; literal numbers. `test_job_metrics` counts tokens
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
+import recorded
 import tiny_gpt
 from ranks import ranks
 
 from megatron_hecate import layer_metrics
 from megatron_hecate.plan import CPU
-from megatron_hecate.record.metrics import step_metrics, summarize
+from megatron_hecate.record.metrics import stage_metrics, step_metrics, summarize
+from megatron_hecate.record.run_folder import read
 
 
 @ranks(2)
@@ -94,3 +98,18 @@ def test_experts_that_a_layer_lacks_are_not_dead() -> None:
     assert values["dead_experts"].tolist() == [1, 0]
     assert values["max_vio"].tolist() == [2.0, 0.5]
     assert values["overload_factor"].tolist() == [1.5, 1.5]
+
+
+@pytest.mark.fast
+def test_budgets_that_sufficed_are_logged(tmp_path: Path) -> None:
+    """The largest of all layers. Literal numbers."""
+    held = recorded.arrays(recorded.Size())
+    held |= {"factor": np.full((6, 3), 1.1), "stock_factor": np.full((6, 3), 1.5)}
+    held["factor"][2, 1], held["stock_factor"][2, 2] = 1.25, 1.75
+    record = read(recorded.write(tmp_path / "run", recorded.Size(), held=held))
+    names = "load replica rank_load late window factor stock_factor".split()
+    columns = {name: getattr(record, name)[2] for name in names}
+    values = stage_metrics(record.info, [8, 8, 8], columns)
+    logged = summarize(record.info.layers, values, per_layer=False)
+    assert logged["fssdp/rank_capacity_factor"] == 1.25
+    assert logged["fssdp/stock_rank_capacity_factor"] == 1.75

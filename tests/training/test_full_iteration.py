@@ -288,9 +288,11 @@ def test_messages_are_refused(transport: str) -> None:
     case = _switch_to_graphs(_case(accumulate=2))
     if transport == "two domains":
         connect.socket.gethostname = lambda: f"node {dist.get_rank()}"
-    name = "p2p" if transport == "p2p" else "nvlink"
+    name, frozen = "p2p", "p2p"
+    if transport == "two domains":
+        name, frozen = "nvlink", "nvlink between several NVLink domains"
     with pytest.raises(
-        SwitchOnError, match=f"freeze peers and sizes of the messages of transport {name}; set"
+        SwitchOnError, match=f"freeze peers and sizes of the messages of transport {frozen}; set"
     ):
         tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(transport=name))
 
