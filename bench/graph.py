@@ -5,13 +5,14 @@
 | one graph holds | each replay has |
 |---|---|
 | layers: fetch beside a GEMM, GEMMs of all slots, return beside a GEMM | other copies and data |
-| the gate: count, all-gather, quotas, rerouting, its backward | other tokens, another placement |
+| the gate: count, all ranks' loads, quotas, rerouting, its backward | other tokens and placement |
 | layers of two ranks; rank 1 misses a replay | rank and layer are named, the process ends |
 
 Replays must be bitwise right: layers as a dense reference in float64, on integers, so that no order
-of sums matters; the gate as an eager run and as its kernels' host build. *host us*: the launching
-call. *GPU us*: work that was launched while the stream slept. *us*: from a barrier of all ranks to
-the end of the work. Ratios are to eager launches.
+of sums matters; the gate as an eager run and as its kernels' host build. The loads come by an
+all-gather, or the kernels exchange them, as FSSDP does inside one NVLink domain. *host us*: the
+launching call. *GPU us*: work that was launched while the stream slept. *us*: from a barrier of all
+ranks to the end of the work. Ratios are to eager launches.
 
 Megatron's FullCudaGraphWrapper is left out: experts need a static budget of tokens, which only
 HybridEP and NCCL EP have; `tests/training/test_full_iteration.py` emulates it.
@@ -47,9 +48,16 @@ from placing import random_placement  # noqa: E402
 from routing import CPU, Case  # noqa: E402
 
 from megatron_hecate.comm.collectives import gather_rows  # noqa: E402
-from megatron_hecate.comm.transport import LayerBuffer, TransferPlan, chunks_in  # noqa: E402
+from megatron_hecate.comm.transport import (  # noqa: E402
+    LayerBuffer,
+    LoadExchange,
+    TransferPlan,
+    chunks_in,
+)
 from megatron_hecate.nvlink.transport import NVLink  # noqa: E402
 from megatron_hecate.plan import Placement  # noqa: E402
+from megatron_hecate.routing.quotas import Exchange  # noqa: E402
+from megatron_hecate.routing.reroute import CountedTokens  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 LAYERS: int = 4  # of a graph
@@ -186,11 +194,36 @@ class Transfers:
 class Gate(Case):
     """The gate of this rank, with the loads of all ranks from an all-gather."""
 
-    def count(self, *, by_index: bool = False) -> Any:
+    def count(self, *, by_index: bool = False) -> CountedTokens:
         """Count this rank's tokens, and gather the loads of all ranks."""
         counted, group = super().count(by_index=by_index), dist.group.WORLD
         self.loads = gather_rows(counted.loads, group, what="loads", label="gate", timeout=TIMEOUT)
         return counted
+
+
+class ExchangingGate(Case):
+    """The gate of this rank, whose kernels send and receive the loads in peers' memory."""
+
+    @functools.cached_property
+    def exchange(self) -> LoadExchange:
+        """Exchange of a transport that moves nothing else."""
+        ranks = len(self.loads)
+        everyone = tuple(range(ranks))
+        domain = dist.new_group(everyone, backend="gloo")
+        self.transport = NVLink(dist.group.WORLD, domain, domains=(everyone,), timeout=TIMEOUT)
+        self.transport.allocate(0, [LayerBuffer(SLOTS, 64, torch.bfloat16, 16)], DEVICE)
+        exchange = self.transport.exchange_loads(self.experts, label="gate")
+        assert exchange is not None
+        return exchange
+
+    def count(self, *, by_index: bool = False) -> CountedTokens:
+        """Count this rank's tokens, and send them; `quotas` must follow."""
+        routes = self.indices if by_index else self.map
+        return CountedTokens(routes, self.kernels, exchange=self.exchange, num_experts=self.experts)
+
+    def quotas(self) -> tuple[Tensor, Exchange]:
+        """Wait for the loads of all ranks, and compute the parts and counts."""
+        return self.tables.parts_and_exchange(self.exchange, self.source)
 
 
 def measure(begin: Callable[[], object], run: Callable[[], object], calls: int) -> dict[str, float]:
@@ -246,25 +279,35 @@ def run_gate(sizes: Sizes) -> bool:
     """Check and time the gate; returns whether all replays of this rank are right."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     settings: dict[str, Any] = dict(tokens=8 * sizes.tokens, source=rank)
-    gate = Gate((ranks, 16 * ranks), SLOTS, device=DEVICE, **settings)
+    kinds = (Gate, ExchangingGate)
+    gates = [kind((ranks, 16 * ranks), SLOTS, device=DEVICE, **settings) for kind in kinds]
     host = Case((ranks, 16 * ranks), SLOTS, device=CPU, **settings)
-    replay, static = captured(gate.all)
+    captures = [captured(gate.all) for gate in gates]
     results = []
     for number in range(sizes.replays // 5):
-        for case in (gate, host):
+        for case in (*gates, host):
             case.draw(greedily=number % 2 == 0)
-        replay()
         loads = [None] * ranks
         dist.all_gather_object(loads, host.map.sum(dim=0).tolist())
         host.loads.copy_(torch.tensor(loads))
-        for expected in (gate.all(), [value.to(DEVICE) for value in host.all()]):
-            results += map(torch.equal, static, expected)
+        on_host = [value.to(DEVICE) for value in host.all()]
+        for gate, (replay, static) in zip(gates, captures, strict=True):
+            replay()
+            for expected in (gate.all(), on_host):
+                results += map(torch.equal, static, expected)
     table = rows.Table("the gate and its backward, per layer and microbatch")
+    gathering, exchanging = gates
+    works = {
+        "count and all-gather": gathering.count,
+        "gate, all-gather": gathering.all,
+        "gate, loads in peers' memory": exchanging.all,
+    }
     for replicas in (False, True):
-        gate.draw()
-        if not replicas:
-            gate.tables.place(gate.homes)
-        for work, run in (("count and all-gather", gate.count), ("gate", gate.all)):
+        for gate in gates:
+            gate.draw()
+            if not replicas:
+                gate.tables.place(gate.homes)
+        for work, run in works.items():
             many = functools.partial(repeat, run)
             ways = {"eager": many, "graph": captured(many)[0]}
             times = {way: measure(torch.cuda.synchronize, ways[way], sizes.calls) for way in ways}
