@@ -152,6 +152,18 @@ def _captured(body: Callable[[], Any]) -> Any:
     return graph
 
 
+@ranks(1)
+def test_events_of_a_capture_cannot_be_asked_afterwards() -> None:
+    graphs_on_cpu.install()
+    events: list[Any] = []
+    _captured(lambda: events.append(torch.cuda.current_stream().record_event()))
+    (event,) = events
+    stream = torch.cuda.current_stream()
+    for ask in (event.query, event.synchronize, lambda: stream.wait_event(event)):
+        with pytest.raises(CaptureError, match="an event that was recorded inside a capture"):
+            ask()
+
+
 def _launch(name: str, source: Any, number: int = 0) -> None:
     from megatron_hecate.device.launch import Kernels
 
