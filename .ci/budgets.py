@@ -24,14 +24,14 @@ BOXES = ("nvlink", "homes", "routes", "record", "graphs")
 # Lines by area, at most: lowered with what is deleted. They were raised once, for CUDA graphs of
 # whole iterations, the bound on rank loads and routes as indices; box nvlink fell from 2,067.
 AREAS = {
-    "core": 14_044,
+    "core": 14_070,
     "box nvlink": 1_667,
     "box homes": 1_224,
     "box routes": 288,
     "box record": 1_932,
     "box graphs": 174,
     "tools": 4_547,
-    "tests": 30_012,
+    "tests": 30_092,
     "bench": 8_268,
 }
 

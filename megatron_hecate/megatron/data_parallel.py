@@ -169,6 +169,7 @@ class DataParallel(StepEvents):
         vars(ddp).update(fssdp_events=self._events, fssdp_chunk=chunk)
         self._ddps[chunk] = weakref.ref(ddp)
         _CALLS.ddps.add(ddp)
+        self._events.gradients_replaced()
         return ddp
 
     def iteration_begins(self, iteration: int) -> None:

@@ -39,6 +39,9 @@ class GradientEvents(Protocol):
     def gradients_dropped(self, chunk: int) -> None:
         """DDP is about to zero the gradients of ``chunk``."""
 
+    def gradients_replaced(self) -> None:
+        """A new DDP is about to allocate the gradients of a chunk."""
+
 
 class OptimizerEvents(Protocol):
     """Listener to the steps of every optimizer of the process."""

@@ -44,6 +44,8 @@ class PhysicalExperts:
 
     def __init__(self, experts: Module, num_physical: int) -> None:
         self.num_homes = experts.num_local_experts
+        # data type of the homes' main gradients, where GEMMs are fused, once DDP has made any
+        self._main_dtype: torch.dtype | None = None
         self.inside = ExpertParts(experts)
         # before modules are copied
         self.inside.check()
@@ -93,10 +95,10 @@ class PhysicalExperts:
     def grad_dtype(self) -> torch.dtype:
         """Data type of the replicas' gradients: fp32 for bf16 weights without fused GEMMs."""
         grad = getattr(self.first[0], "main_grad", None)
+        # Loops that offload gradients may take them away between iterations.
         if self.layout.fuses_any and grad is not None:
-            # A fused grouped GEMM needs one dtype for all gradients: the homes' dtype.
-            return grad.dtype
-        return torch.promote_types(self.dtype, torch.float32)
+            self._main_dtype = grad.dtype
+        return self._main_dtype or torch.promote_types(self.dtype, torch.float32)
 
     def are_trained(self) -> bool:
         """Return whether the experts are trained, and not frozen.

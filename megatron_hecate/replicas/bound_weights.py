@@ -81,7 +81,18 @@ class BoundWeights:
             self._fuse(main_grads, list(map(operator.and_, fused, is_computed)))
 
     def _fuse(self, main_grads: Sequence[Tensor | None], is_fused: Sequence[bool]) -> None:
-        """Let fused GEMMs add the gradients of weights to ``main_grads``."""
+        """Let fused GEMMs add the gradients of weights to ``main_grads``.
+
+        Raises:
+            ValueError: if these have several data types, of which a grouped GEMM can write one.
+        """
+        dtypes = {grad.dtype for grad in compress(main_grads, is_fused) if grad is not None}
+        if len(dtypes) > 1:
+            raise ValueError(
+                f"main gradients of experts and their replicas have dtypes "
+                f"{sorted(map(str, dtypes))}; with gradient_accumulation_fusion FSSDP needs one, "
+                "which the homes have when an iteration begins"
+            )
         fused_weights = list(compress(self.weights, is_fused))
         with torch.enable_grad():
             _attach_to_fused(torch.empty(0, requires_grad=True), fused_weights)

@@ -109,6 +109,11 @@ class Detector:
         if graphed is not None and chunk == len(self._calls) - 1:
             graphed.prepare()
 
+    def gradients_replaced(self) -> None:
+        """End the iteration: its replicas' gradients may have another data type than DDP's next."""
+        self._returns.drop()
+        self._clock.end_iteration("DDP wrapped the model")
+
     def before_step(self, optimizer: Optimizer) -> None:
         """End the iteration before a step of ``optimizer``, even if it steps another model.
 

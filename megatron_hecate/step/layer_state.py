@@ -90,7 +90,7 @@ class LayerParts:
             dtype or self.experts.dtype,
             self.experts.num_homes,
             stored_bytes,
-            torch.promote_types(dtype, torch.float32) if dtype else self.experts.grad_dtype,
+            self.experts.grad_dtype,
         )
 
 

@@ -23,6 +23,7 @@ from megatron_hecate.homes.planner import compile_home_planner
 from megatron_hecate.megatron import assumptions, foreign_code, training_state
 from megatron_hecate.megatron.cuda_graphs import captures_iteration
 from megatron_hecate.megatron.rules import SettingSources
+from megatron_hecate.megatron.training_globals import training_arguments
 from megatron_hecate.plan import H100, Speeds, compile_planner
 from megatron_hecate.record.observe import read_speeds
 from megatron_hecate.replicas.buffers import LIFETIMES
@@ -269,6 +270,9 @@ def _estimate_memory(
     elif layer_config.fp16:
         dtype = torch.float16
     layers = tuple(part.buffer(config.slots, dtype) for part in parts)
+    in_fp32 = getattr(training_arguments(), "accumulate_allreduce_grads_in_fp32", True)
+    if dtype and layer_config.gradient_accumulation_fusion and not in_fp32:
+        layers = tuple(dataclasses.replace(layer, grad_dtype=dtype) for layer in layers)
     transport = connection.transport
     homes = list(chain.from_iterable(chain.from_iterable(p.experts.homes() for p in parts)))
     estimate = functools.partial(

@@ -223,7 +223,7 @@ class Replay:
             elements=model.expert_elements,
             dtype=DTYPES.get(model.weight_bytes, torch.bfloat16),
             homes=model.experts // settings.ep,
-            grad_dtype=DTYPES.get(model.grad_bytes, torch.float32),
+            grad_dtype={2: torch.bfloat16}.get(model.grad_bytes, torch.float32),
         )
         if setup.transport == P2P.name:
             transport_bytes = P2P(SimpleNamespace(), timeout=1.0).extra_bytes([buffer])

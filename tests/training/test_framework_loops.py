@@ -7,9 +7,11 @@ source of a framework; ``docs/frameworks.md`` names files and versions.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 from typing import Any
+from unittest import mock
 
 import loops
 import pytest
@@ -17,6 +19,8 @@ import reloadable_groups
 import tiny_gpt
 import torch
 import torch.distributed as dist
+import variants
+from layout_tables import LAYOUTS
 from ranks import ranks
 
 import megatron_hecate
@@ -183,3 +187,60 @@ def test_a_default_process_group_that_is_replaced_is_refused() -> None:
     reloadable_groups.replace_world(os.environ["TEST_FOLDER"])
     with pytest.raises(RuntimeError, match="SLIME_DESTROY_WORLD_PROCESS_GROUP=0"):
         run.step(2)
+
+
+BF16_MAIN_GRADS = "tensors-bf16-main-grads"
+
+
+def _leave(model: Any, step: int) -> None:
+    """A loop has offloaded main gradients, which are back in a pre-hook of the forward, after FSSDP's."""
+    grads = [(p, p.main_grad) for p in model.parameters]
+    for p, _ in grads:
+        p.main_grad = None
+
+    def bring_back(*_: Any) -> None:
+        for p, grad in grads:
+            p.main_grad = grad
+        hook.remove()
+
+    hook = model.chunks[0].module.module.register_forward_pre_hook(bring_back)
+
+
+def _wrap_again(model: Any, step: int) -> None:
+    """An iteration has begun when DDP is made anew, with main gradients of the other type."""
+    if step == 2:
+        model.forward(50, 0)
+        (chunk,) = (wrapped.module.module for wrapped in model.chunks)
+        model.case = dataclasses.replace(model.case, grad_reduce_in_fp32=True)
+        model.chunks, model.optimizer = tiny_gpt.wrap(model.case, [chunk], chunk.config)
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("change", [_leave, _wrap_again])
+@ranks(2, preload=LAYOUTS[BF16_MAIN_GRADS].packages)
+def test_main_gradients_that_change_before_a_forward(change: Any) -> None:
+    case, prepare = variants.case_of(LAYOUTS[BF16_MAIN_GRADS])
+    runs = []
+    for hook in (list, tiny_gpt.fssdp_hook()):
+        model = tiny_gpt.Trained(case, lambda chunks, hook=hook: hook(prepare(chunks)))
+        for step in range(4):
+            model.zero()
+            change(model, step)
+            with mock.patch.object(model, "zero"):
+                model.step(step)
+        model.gather_params()
+        runs.append(model)
+    tiny_gpt.assert_trained_alike(*runs, tolerance=tiny_gpt.BF16_TOLERANCE)
+
+
+@pytest.mark.newest
+@ranks(2, preload=LAYOUTS[BF16_MAIN_GRADS].packages)
+def test_main_gradients_of_several_types_are_refused() -> None:
+    """Stock trains so where GEMMs write each gradient alone."""
+    case, prepare = variants.case_of(LAYOUTS[BF16_MAIN_GRADS])
+    patterns = dict(param_name_patterns_for_fp32_local_accumulation=("*linear_fc1*",))
+    case = dataclasses.replace(case, ddp=tuple(patterns.items()))
+    with pytest.raises(
+        ValueError, match="main gradients of experts and their replicas have dtypes"
+    ):
+        tiny_gpt.train(case, hook=lambda chunks: tiny_gpt.fssdp_hook()(prepare(chunks)))

@@ -23,7 +23,7 @@ import tiny_gpt
 import torch.distributed as dist
 from graph_calls import first_difference
 from graph_capture import Graph
-from layouts import COMBINED, MTP, flex
+from layouts import COMBINED, FUSED_WGRAD, MTP, flex
 from quick import quick
 from ranks import ranks
 
@@ -67,6 +67,7 @@ def _eager(case: Any, *, plans: _Plans | None = None, **hook: Any) -> Any:
 def _case(model: dict | None = None, **fields: Any) -> Any:
     flex_backends.install()
     static_experts.install()
+    tiny_gpt.install_fused_wgrad()
     # it refuses experts with code of their own, such as these
     layer_state.check_layer = lambda layer: None
     settings = flex("hybridep", **{**BUDGET, **(model or {})})
@@ -98,7 +99,9 @@ TWO: dict[str, dict[str, Any]] = {
     "2 microbatches": dict(accumulate=2),
     "4 microbatches": dict(accumulate=4),
     "overlaps": dict(accumulate=2, **OVERLAPS),
-    "bf16 main gradients, overlaps": dict(accumulate=2, grad_reduce_in_fp32=False, **OVERLAPS),
+    "bf16 main gradients, overlaps": dict(
+        accumulate=2, grad_reduce_in_fp32=False, model=FUSED_WGRAD, **OVERLAPS
+    ),
     "routes as indices": dict(accumulate=2, dense=True),
     "MTP": dict(accumulate=2, model=MTP),
     "combined schedule": dict(accumulate=4, model=COMBINED),
@@ -125,6 +128,8 @@ def _check(lifetime: str = "iteration", dense: bool = False, **fields: Any) -> N
     (graph,) = Graph.made
     assert graph.replays == STEPS - 1, "the second step is captured, and replayed at once"
     assert len(plans.distinct) > 2, "replays ran other plans than the capture"
+    kernel = f"fssdp_reduce_{'32_32' if fields.get('grad_reduce_in_fp32', True) else '16_16'}"
+    assert any(kernel in call.name for call in graph.calls)
 
 
 @pytest.mark.parametrize("name", quick(TWO, ["2 microbatches", "lifetime layer"]))

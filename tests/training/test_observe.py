@@ -5,10 +5,13 @@ Oracle: stock Megatron, bit for bit; the routing maps its dispatcher is given, c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import socket
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,7 @@ from routed_tokens import RoutedTokens, recorded_run
 
 import megatron_hecate
 from megatron_hecate.comm.transport import ALIGNMENT
+from megatron_hecate.replicas.memory_estimate import RankMemory
 from megatron_hecate.tools.job_settings import JobSettings
 from megatron_hecate.tools.run import Run
 from megatron_hecate.tools.what_if import make_parser
@@ -122,7 +126,17 @@ def test_gradients_of_replicas_have_the_type_of_main_gradients(in_fp32: bool) ->
     weights = sum(p.nbytes for p in homes) // layers[0].num_local_experts
     padded = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in (weights, grads))
     staged = states[0].transport.extra_bytes(states[0].slots.pool.layers)
-    assert megatron_hecate.release(run.chunks) == len(layers) * 2 * padded + staged
+    needed = len(layers) * 2 * padded + staged
+    assert megatron_hecate.release(run.chunks) == needed
+    # memory in which the replicas just fit, beside gradients of the homes in the weights' type
+    needed += 4 * weights * len(layers) + 1024
+    RankMemory.free_memory = staticmethod(lambda *, gpu: needed)
+    arguments = SimpleNamespace(accumulate_allreduce_grads_in_fp32=in_fp32)
+    sys.modules["megatron.training.global_vars"] = SimpleNamespace(_GLOBAL_ARGS=arguments)
+    assert tiny_gpt.build(case, lambda chunks: tiny_gpt.fssdp_hook()(prepare(chunks)))
+    arguments.accumulate_allreduce_grads_in_fp32 = True
+    with contextlib.nullcontext() if in_fp32 else pytest.raises(ValueError, match="for replicas"):
+        tiny_gpt.build(case, lambda chunks: tiny_gpt.fssdp_hook()(prepare(chunks)))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
