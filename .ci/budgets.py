@@ -21,10 +21,11 @@ LONGEST = 60
 LONGEST_COMPILED = 85
 # Folders that the core knows by a protocol only.
 BOXES = ("nvlink", "homes", "routes", "record", "graphs")
-# Lines by area, at most: lowered with what is deleted. They were raised once, for CUDA graphs of
-# whole iterations, the bound on rank loads and routes as indices; box nvlink fell from 2,067.
+# Lines by area, at most: lowered with what is deleted. They were raised for CUDA graphs of whole
+# iterations, the bound on rank loads, routes as indices, bf16 gradients of replicas, and the tests
+# and benchmarks of these; box nvlink fell from 2,067.
 AREAS = {
-    "core": 14_070,
+    "core": 14_068,
     "box nvlink": 1_667,
     "box homes": 1_224,
     "box routes": 288,
@@ -32,7 +33,7 @@ AREAS = {
     "box graphs": 174,
     "tools": 4_547,
     "tests": 30_092,
-    "bench": 8_268,
+    "bench": 8_272,
 }
 
 

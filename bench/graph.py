@@ -83,6 +83,13 @@ class Sizes(NamedTuple):
 TINY = Sizes(tokens=8, hidden=16, ffn=24, beside=16, replays=6, calls=2)
 
 
+def make_transport(timeout: float) -> NVLink:
+    """Make a transport of one NVLink domain of all ranks. Collective."""
+    everyone = tuple(range(dist.get_world_size()))
+    domain = dist.new_group(everyone, backend="gloo")
+    return NVLink(dist.group.WORLD, domain, domains=(everyone,), timeout=timeout)
+
+
 class Layer:
     """Experts and replicas of one layer on this rank; the destination of sums, all in place."""
 
@@ -105,9 +112,7 @@ class Transfers:
 
     def __init__(self, sizes: Sizes, timeout: float) -> None:
         self.sizes, self.rank, self.ranks = sizes, dist.get_rank(), dist.get_world_size()
-        everyone = tuple(range(self.ranks))
-        domain = dist.new_group(everyone, backend="gloo")
-        self.transport = NVLink(dist.group.WORLD, domain, domains=(everyone,), timeout=timeout)
+        self.transport = make_transport(timeout)
         self.buffer = LayerBuffer(SLOTS, sizes.hidden * sizes.ffn, torch.bfloat16, HOMES)
         size = self.buffer.weight_bytes + self.buffer.grad_bytes
         memory = self.transport.allocate(LAYERS * size, [self.buffer] * TABLES, DEVICE)
@@ -207,11 +212,9 @@ class ExchangingGate(Case):
     @functools.cached_property
     def exchange(self) -> LoadExchange:
         """Exchange of a transport that moves nothing else."""
-        ranks = len(self.loads)
-        everyone = tuple(range(ranks))
-        domain = dist.new_group(everyone, backend="gloo")
-        self.transport = NVLink(dist.group.WORLD, domain, domains=(everyone,), timeout=TIMEOUT)
-        self.transport.allocate(0, [LayerBuffer(SLOTS, 64, torch.bfloat16, 16)], DEVICE)
+        self.transport = make_transport(TIMEOUT)
+        homes = self.experts // len(self.loads)
+        self.transport.allocate(0, [LayerBuffer(SLOTS, 64, torch.bfloat16, homes)], DEVICE)
         exchange = self.transport.exchange_loads(self.experts, label="gate")
         assert exchange is not None
         return exchange

@@ -43,7 +43,8 @@ settings accepts the changed ones (`test_the_overrides_that_are_named_switch_it_
 
 def refused(recipe: dict) -> dict[str, str]:
     """Return a line for each setting that FSSDP does not combine with, by its name."""
-    return judge(find_jobs(recipe)[0].sources).refusals
+    (job,) = find_jobs(recipe)
+    return judge(job.sources).refusals
 
 
 def page() -> str:

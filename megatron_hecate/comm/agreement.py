@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -81,12 +81,7 @@ class Note:
 
 def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
     """Yield the problems of ranks, with their numbers, and the settings that differ."""
-    ranks_with: dict[str, list[int]] = {}
-    for rank, note in enumerate(notes):
-        for problem in dict.fromkeys(note.problems):
-            ranks_with.setdefault(problem, []).append(rank)
-    for problem, ranks in ranks_with.items():
-        yield problem if len(ranks) == len(notes) else f"{problem} ({format_ranks(ranks)})"
+    yield from name_ranks({rank: note.problems for rank, note in enumerate(notes)})
     references: dict[str, tuple[int, Any]] = {}
     ranks_by_value: dict[tuple[str, str], list[int]] = {}
     for rank, note in enumerate(notes):
@@ -99,6 +94,16 @@ def _find_problems(notes: Sequence[Note]) -> Iterable[str]:
         yield f"{format_ranks(ranks)} {verb} {name}={value}, rank {first} has {name}={expected!r}"
     if not any(note.layers for note in notes):
         yield "the model has no MoE layer; set --num-experts, or leave --moe-fssdp off"
+
+
+def name_ranks(problems: Mapping[int, Iterable[str]]) -> Iterator[str]:
+    """Yield the distinct ``problems`` of ranks, each with its ranks' numbers unless all have it."""
+    ranks_with: dict[str, list[int]] = {}
+    for rank, lines in problems.items():
+        for line in dict.fromkeys(lines):
+            ranks_with.setdefault(line, []).append(rank)
+    for line, ranks in ranks_with.items():
+        yield line if len(ranks) == len(problems) else f"{line} ({format_ranks(ranks)})"
 
 
 def shorten(texts: Iterable[str]) -> list[str]:

@@ -86,7 +86,8 @@ class BoundWeights:
         Raises:
             ValueError: if these have several data types, of which a grouped GEMM can write one.
         """
-        dtypes = {grad.dtype for grad in compress(main_grads, is_fused) if grad is not None}
+        fused_grads = list(compress(main_grads, is_fused))
+        dtypes = {grad.dtype for grad in fused_grads if grad is not None}
         if len(dtypes) > 1:
             raise ValueError(
                 f"main gradients of experts and their replicas have dtypes "
@@ -96,7 +97,7 @@ class BoundWeights:
         fused_weights = list(compress(self.weights, is_fused))
         with torch.enable_grad():
             _attach_to_fused(torch.empty(0, requires_grad=True), fused_weights)
-        for weight, main_grad in compress(zip(self.weights, main_grads, strict=True), is_fused):
+        for weight, main_grad in zip(fused_weights, fused_grads, strict=True):
             weight.main_grad = main_grad
 
     def join(

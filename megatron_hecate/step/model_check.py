@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch.distributed as dist
 
-from megatron_hecate.comm.agreement import collect, format_ranks
+from megatron_hecate.comm.agreement import collect, name_ranks
 from megatron_hecate.comm.collectives import gather_objects
 from megatron_hecate.step.layer_state import LayerState
 
@@ -45,22 +45,14 @@ def check_model(states: Sequence[LayerState], find_conflicts: Callable[[], Itera
         what="check of the model",
         label="first iteration",
     )
-    ranks_with: dict[str, list[int]] = {}
-    frozen_on: dict[str, list[int]] = {}
-    for rank, (lines, names) in zip(dist.get_process_group_ranks(group), notes, strict=True):
-        for line in lines:
-            ranks_with.setdefault(line, []).append(rank)
-        for name in names:
-            frozen_on.setdefault(name, []).append(rank)
-    for name, ranks in frozen_on.items():
-        if len(ranks) < group.size():
-            text = "experts are frozen on some ranks only; freeze them on all ranks or on none"
-            ranks_with[f"{name}: {text}"] = ranks
-    if ranks_with:
-        raise _refusal(
-            line if len(ranks) == group.size() else f"{line} ({format_ranks(ranks)})"
-            for line, ranks in ranks_with.items()
-        )
+    frozen_everywhere = set.intersection(*(set(names) for _, names in notes))
+    text = "experts are frozen on some ranks only; freeze them on all ranks or on none"
+    lines_of_ranks = {
+        rank: [*lines, *(f"{name}: {text}" for name in names if name not in frozen_everywhere)]
+        for rank, (lines, names) in zip(dist.get_process_group_ranks(group), notes, strict=True)
+    }
+    if refused := list(name_ranks(lines_of_ranks)):
+        raise _refusal(refused)
 
 
 def _find_problems(states: Sequence[LayerState]) -> tuple[list[str], list[str]]:

@@ -287,19 +287,19 @@ def test_tables_that_are_not_rewritten() -> None:
     assert tiny_gpt.difference(eager, _graphed(case))["grad"] > 1e-3
 
 
-@pytest.mark.parametrize("transport", ["p2p", "two domains"])
+@pytest.mark.parametrize(
+    ("transport", "frozen"),
+    [("p2p", "p2p"), ("nvlink", "nvlink between several NVLink domains")],
+)
 @ranks(2)
-def test_messages_are_refused(transport: str) -> None:
+def test_messages_are_refused(transport: str, frozen: str) -> None:
     case = _switch_to_graphs(_case(accumulate=2))
-    if transport == "two domains":
+    if transport == "nvlink":
         connect.socket.gethostname = lambda: f"node {dist.get_rank()}"
-    name, frozen = "p2p", "p2p"
-    if transport == "two domains":
-        name, frozen = "nvlink", "nvlink between several NVLink domains"
     with pytest.raises(
         SwitchOnError, match=f"freeze peers and sizes of the messages of transport {frozen}; set"
     ):
-        tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(transport=name))
+        tiny_gpt.train(case, steps=0, hook=tiny_gpt.fssdp_hook(transport=transport))
 
 
 @ranks(2)
